@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.errors import ProcessDied
+from asyncrl.errors import DeadlineExceeded, Process, ProcessDied
 from asyncrl.inference.replica import Replica
+from asyncrl.remote.actor_client import ActorClient
 from asyncrl.types import (
     GenerationRequest,
     Manifest,
@@ -45,12 +46,37 @@ class Rows:
         """Without these: their processes are dead, and the next ones have not started."""
         rows = dict(self.table.rows)
         for i in replica_ids:
-            rows[i] = ReplicaRow(None, "starting", rows[i].incarnation + 1)
+            rows[i] = ReplicaRow(rows[i].handle, "starting", rows[i].incarnation + 1)
         return self._become(rows)
 
     def _become(self, rows: Mapping[int, ReplicaRow]) -> ReplicaTable:
         self.table = ReplicaTable(self.table.generation + 1, rows)
         return self.table
+
+
+class LocalActor(ActorClient[Any]):
+    """The client of an actor in this process: an object with the public methods of the actor's class, or with those
+    that a test needs. `kill` and `ended` call the object's."""
+
+    def __init__(self, actor: Any, process: Process | None = None) -> None:
+        super().__init__(actor, process or Process(type(actor).__name__))
+
+    async def call(self, timeout_s: float, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        deadline = asyncio.timeout(timeout_s)
+        try:
+            async with deadline:
+                return await getattr(self.handle, method.__name__)(*args, **kwargs)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            found = f"{method.__name__} of {self.process}: no answer within {timeout_s:g} s"
+            raise DeadlineExceeded(found).of(self.process) from None
+
+    def kill(self) -> None:
+        self.handle.kill()
+
+    async def ended(self, timeout_s: float, ping: Callable[..., Any]) -> None:
+        await self.handle.ended()
 
 
 class LocalReplicaChannel:

@@ -33,15 +33,13 @@ import ray
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
 from asyncrl.config.load import load_recipe
+from asyncrl.driver.actors import untraced
 from asyncrl.driver.cluster.ray_session import ray_cluster
-from asyncrl.driver.fleet.actor_channels import QueueChannel
 from asyncrl.driver.preflight import check_recipe
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
-from asyncrl.queue.queue_client import QueueControl
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.line import HasLine
-from asyncrl.remote.untraced import untraced
-from asyncrl.remote.waits import replica
+from asyncrl.remote.waits import MESSAGE_QUEUE, replica
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.types import GenerationRequest, LeaseManifest, ReplicaRow, ReplicaTable, TokenChunk
 
@@ -194,11 +192,11 @@ async def measure(num_replicas: int, num_rollouters: int, seconds: float, direct
         dynamic_sampling=False,
         events_path=directory / "events.jsonl",
     )
-    queue = QueueControl(ray.remote(untraced(MessageQueue)).options(**actor).remote(spec))
+    made = ray.remote(untraced(MessageQueue)).options(**actor).remote(spec)
+    queue: ActorClient[MessageQueue] = ActorClient(made, MESSAGE_QUEUE, has_line=True)
     rollouters = [
-        ray.remote(untraced(Rollouter)).options(**actor).remote(RolloutSpec(recipe, train, {}), channel, name)
+        ray.remote(untraced(Rollouter)).options(**actor).remote(RolloutSpec(recipe, train, {}), queue, name)
         for name in (f"rollouter-{i}" for i in range(num_rollouters))
-        for channel in [QueueChannel(queue.handle, name)]
     ]
     await asyncio.gather(*(r.start.remote() for r in rollouters))
     rows = {i: ReplicaRow(None, "serving", 0) for i in range(num_replicas)}
@@ -241,12 +239,12 @@ async def measure(num_replicas: int, num_rollouters: int, seconds: float, direct
     )
 
 
-async def look(synthetic, rollouters, queue: QueueControl) -> tuple[float, ...]:
+async def look(synthetic, rollouters, queue: ActorClient[MessageQueue]) -> tuple[float, ...]:
     """Tokens, submits, collects, CPU seconds of the rollouters and of the queue, and groups trained so far."""
     stats = await asyncio.gather(*(r.stats.remote() for r in rollouters))
-    counts = await queue.counts()
+    counts = await queue.call(CALL_TIMEOUT_S, MessageQueue.counts)
     calls = await synthetic.counts.remote()
-    return *calls, sum(s.cpu_s for s in stats), await queue.ping(10), counts.trained
+    return *calls, sum(s.cpu_s for s in stats), await queue.call(10, MessageQueue.ping), counts.trained
 
 
 async def lateness(rollouter) -> list[float]:
@@ -262,13 +260,13 @@ async def lateness(rollouter) -> list[float]:
         return found
 
 
-async def train_at_once(queue: QueueControl) -> None:
+async def train_at_once(queue: ActorClient[MessageQueue]) -> None:
     step = 0
     while True:
-        if isinstance(await queue.lease(step, 1.0), LeaseManifest):
-            await queue.commit(step)
+        if isinstance(await queue.call(1.0 + CALL_TIMEOUT_S, MessageQueue.lease, step, 1.0), LeaseManifest):
+            await queue.call(CALL_TIMEOUT_S, MessageQueue.commit, step)
             step += 1
-            await queue.published(step)
+            await queue.call(CALL_TIMEOUT_S, MessageQueue.published, step)
 
 
 def report(found: list[Figures], seconds: float) -> str:

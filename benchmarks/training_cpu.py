@@ -36,8 +36,8 @@ import torch.distributed as dist
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
+from asyncrl.config.threads import local_cores
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
-from asyncrl.driver.trainer_plan import local_cores
 from asyncrl.trainer.backend import TrainBackend
 from asyncrl.trainer.backends import build_backend
 from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs

@@ -6,14 +6,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.checkpoint.store import CheckpointStore, RunState
 from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.errors import DeadlineExceeded, ProcessDied, StorageError, explain
+from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.types import PartialGroup
 from asyncrl.types.events import CheckpointFailed, CheckpointLate, CheckpointSaved, Event
 
@@ -31,16 +33,6 @@ GRACE_S = 10.0
 
 PING_S = 20.0
 """Longest wait for an answer of a process whose part is late."""
-
-
-class RolloutState(Protocol):
-    async def partials(self, timeout_s: float) -> list[PartialGroup]: ...
-
-
-class QueueState(Protocol):
-    async def capture(self, partials: list[PartialGroup]) -> Any: ...
-    async def save(self, directory: Path, timeout_s: float) -> Any: ...
-    async def ping(self, timeout_s: float) -> float: ...
 
 
 class TrainerState(Protocol):
@@ -65,15 +57,20 @@ class CheckpointWriter:
         self,
         config: CheckpointConfig,
         store: CheckpointStore,
-        rollouter: RolloutState,
-        queue: QueueState,
+        partials: Callable[[float], Awaitable[list[PartialGroup]]],
+        queue: ActorClient[MessageQueue],
         trainers: TrainerState,
         *,
         on_event: Callable[[Event], None],
     ) -> None:
+        """
+        Args:
+            partials: returns the running groups of all rollouters within so many seconds.
+            on_event: `EventLog.write`.
+        """
         self._config = config
         self._store = store
-        self._rollouter, self._queue, self._trainers = rollouter, queue, trainers
+        self._partials, self._queue, self._trainers = partials, queue, trainers
         self._on_event = on_event
         self._writing: asyncio.Task[None] | None = None
         self._failures = 0
@@ -85,8 +82,8 @@ class CheckpointWriter:
         """Captures the run between two steps; returns when training may continue. Raises what a part raises."""
         await self.settle()
         started = time.monotonic()
-        partials = await self._rollouter.partials(CAPTURE_TIMEOUT_S)
-        await self._queue.capture(partials)
+        partials = await self._partials(CAPTURE_TIMEOUT_S)
+        await self._queue.call(CALL_TIMEOUT_S, MessageQueue.capture, partials)
         await self._trainers.capture()
         self.last_step = state.global_steps
         capture_s = time.monotonic() - started
@@ -148,13 +145,14 @@ class CheckpointWriter:
         timeout_s = self._config.timeout_s
         longest_s = (timeout_s + PING_S) * (1 + self._config.max_failures) + GRACE_S
         parts = asyncio.gather(
-            self._queue.save(temporary / "queue", longest_s),
+            self._queue.call(longest_s, MessageQueue.save, temporary / "queue"),
             self._trainers.save(temporary / "trainer", longest_s),
             return_exceptions=True,  # both have ended before a failure removes the directory
         )
         try:
             while not (await asyncio.wait([parts], timeout=timeout_s))[0]:
-                pings = asyncio.gather(self._queue.ping(PING_S), self._trainers.ping(PING_S), return_exceptions=True)
+                queue = self._queue.call(PING_S, MessageQueue.ping)
+                pings = asyncio.gather(queue, self._trainers.ping(PING_S), return_exceptions=True)
                 lost = [answer for answer in await pings if isinstance(answer, BaseException)]
                 if parts.done():
                     break

@@ -43,7 +43,7 @@ from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
 from asyncrl.inference.engines import STANDALONE
 from asyncrl.registry import make_importable
-from asyncrl.types import Admission, EvalResult, ReplicaTable, Ticket, TrajectoryGroup
+from asyncrl.types import EvalResult, ReplicaTable
 
 logger = logging.getLogger("asyncrl.commands.evaluate")
 
@@ -348,7 +348,7 @@ async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environme
 
     client_id = f"eval-{os.getpid()}"
     spec = RolloutSpec(recipe, None, {name: prompts})
-    rollouter = Rollouter(spec, _NoTickets(), client_id)
+    rollouter = Rollouter(spec, None, client_id)
     replicas = standalone_pool(
         recipe.model,
         recipe.rollout,
@@ -377,19 +377,6 @@ async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environme
         await asyncio.gather(*tasks, return_exceptions=True)
         stop_timeout_s = ENGINES[recipe.rollout.engine].stop_timeout_s
         await asyncio.gather(rollouter.stop(), replicas.stop(stop_timeout_s), return_exceptions=True)
-
-
-class _NoTickets:
-    """The queue of a rollouter that has no groups to generate."""
-
-    async def admit(self, limit: int, wait_s: float) -> Admission:
-        raise AssertionError("an evaluation admits no groups")
-
-    async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
-        raise AssertionError("an evaluation has no ticket")
-
-    async def nack(self, ticket: Ticket, reason: str) -> bool:
-        raise AssertionError("an evaluation has no ticket")
 
 
 def write_rows(path: Path, prompts: RenderedPrompts, result: EvalResult) -> None:

@@ -1,5 +1,5 @@
 """How many threads a trainer rank computes with on the cores of its node, also beside a GPU: it reads models, copies
-weights and steps optimizers that are kept in the host's memory. Pure.
+weights and steps optimizers that are kept in the host's memory. Pure, but for `local_cores`.
 
 Threads of processes that share a core slow each other down, and a core that no process uses is lost. So the ranks of a
 node divide the cores that the replicas beside them leave.
@@ -8,6 +8,7 @@ node divide the cores that the replicas beside them leave.
 from __future__ import annotations
 
 import math
+import os
 
 from asyncrl.config.recipe import Mode, Recipe
 
@@ -65,3 +66,10 @@ def trainer_threads(recipe: Recipe, *, cores: int, num_nodes: int = 1, node_gpus
 def replica_threads(recipe: Recipe) -> int:
     """Threads with which a replica computes on a CPU."""
     return recipe.rollout.torch.num_threads if recipe.rollout.engine == "torch" else 1
+
+
+def local_cores() -> int:
+    """Cores of this machine that the system lets this process run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS binds no process to cores

@@ -1,9 +1,9 @@
 """The processes of a run, and which of them restart together.
 
 Three groups fail independently of each other: each replica (`inference.replica_pool`), the rollouter
-(`rollout.supervisor`), and the training side. The training side is the message queue, the trainer ranks and, because
-its groups belong to the queue's ledger, the rollouter with them. It restarts from the last checkpoint; the replicas
-keep running and get its weights.
+(`driver.fleet.rollouters`), and the training side. The training side is the message queue, the trainer ranks and,
+because its groups belong to the queue's ledger, the rollouter with them. It restarts from the last checkpoint; the
+replicas keep running and get its weights.
 
 The handles here are the only ones that keep the actors alive: none is detached, none is found by name.
 """
@@ -11,42 +11,42 @@ The handles here are the only ones that keep the actors alive: none is detached,
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.config.threads import trainer_threads
+from asyncrl.config.threads import local_cores, trainer_threads
 from asyncrl.driver.cluster.nodes import spans, usable_nodes
 from asyncrl.driver.cluster.places import Places
 from asyncrl.driver.cluster.ray_session import Cluster
-from asyncrl.driver.fleet.actor_channels import QueueChannel, RolloutControl
 from asyncrl.driver.fleet.device_turns import SharedDevices
 from asyncrl.driver.fleet.engine_turns import EngineTurns
 from asyncrl.driver.fleet.fleet_size import FleetLimits, FleetSize
 from asyncrl.driver.fleet.model_pools import ClusterGpus, ModelPools
 from asyncrl.driver.fleet.pool_settings import PoolSettings
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
-from asyncrl.driver.fleet.rollout_fleet import RolloutFleet
-from asyncrl.driver.fleet.rollout_supervisor import RolloutSupervisor
-from asyncrl.driver.fleet.run_server_control import RunServerControl
-from asyncrl.driver.fleet.run_server_supervisor import RunServerSupervisor, RunServerTimes
+from asyncrl.driver.fleet.rollouters import Rollouters
 from asyncrl.driver.fleet.trainer_pool import TrainerPool
 from asyncrl.driver.run_spec import RunSpec
-from asyncrl.driver.trainer_plan import local_cores
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.engines import ENGINES, require_sleep
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
-from asyncrl.queue.queue_client import QueueControl
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.failure_policy import RestartBudget
-from asyncrl.remote.untraced import untraced
+from asyncrl.remote.waits import MESSAGE_QUEUE, ROLLOUTER, RUN_SERVER
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.rollout.sample_files import RolloutFiles
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import ReplicaTable
+
+if TYPE_CHECKING:
+    from asyncrl.driver.fleet.server_keeper import ServerKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ END_TIMEOUT_S = 30.0
 
 
 class Actors:
-    """The actors of a run and the channels to them."""
+    """The actors of a run, their owners, and the clients to call them."""
 
     def __init__(self, spec: RunSpec, cluster: Cluster, places: Places, events: EventLog) -> None:
         self._spec = spec
@@ -126,7 +126,7 @@ class Actors:
     async def restart_training_side(self) -> None:
         """Starts a new queue, rollouter and trainer pool, all empty, after the former ones have exited and the replicas
         have forgotten the former rollouter. Raises what a start raises."""
-        ends = [self.rollouter.ended(END_TIMEOUT_S), self.queue.ended(END_TIMEOUT_S)]
+        ends = [self.rollouter.ended(END_TIMEOUT_S), self.queue.ended(END_TIMEOUT_S, MessageQueue.ping)]
         if (trainers := self.trainers) is not None:
             trainers.kill()
             ends.append(trainers.ended(END_TIMEOUT_S))
@@ -209,19 +209,21 @@ class Actors:
             self.server.set_replicas(table)
         await self.rollouter.set_replicas(table)
 
-    def _new_server(self) -> RunServerSupervisor:
-        from asyncrl.serving.run_server import RunServer, RunServerSpec  # FastAPI, which few runs need
+    def _new_server(self) -> ServerKeeper:
+        # FastAPI, which few runs need
+        from asyncrl.driver.fleet.server_keeper import RunServerTimes, ServerKeeper
+        from asyncrl.serving.run_server import RunServer, RunServerSpec
 
         run, recipe, recovery = self._spec, self._recipe, self._recipe.recovery
         max_lost = recovery.replicas_per_response(recipe.rollout.num_replicas)
         file = run.directory.serving
         spec = RunServerSpec(recipe.model, recipe.rollout, max_lost, file, run.serving_key)
 
-        def spawn(client_id: str) -> RunServerControl:
+        def spawn(client_id: str) -> ActorClient[RunServer]:
             actor = ray.remote(RunServer).options(**self._on_driver)
-            return RunServerControl(actor.remote(spec, client_id), client_id)
+            return ActorClient(actor.remote(spec, client_id), RUN_SERVER)
 
-        return RunServerSupervisor(
+        return ServerKeeper(
             spawn,
             self.replicas.forget_client,
             port=recipe.rollout.serve.port,
@@ -230,7 +232,7 @@ class Actors:
             discovery_file=file,
         )
 
-    def _new_queue(self) -> QueueControl:
+    def _new_queue(self) -> ActorClient[MessageQueue]:
         recipe = self._recipe
         spec = QueueSpec(
             groups_per_step=recipe.batch.groups_per_step,
@@ -247,32 +249,30 @@ class Actors:
             pacing=recipe.pacing,
             hide=self._spec.hide,
         )
-        return QueueControl(ray.remote(untraced(MessageQueue)).options(**self._on_driver).remote(spec))
+        handle = ray.remote(untraced(MessageQueue)).options(**self._on_driver).remote(spec)
+        return ActorClient(handle, MESSAGE_QUEUE, has_line=True)
 
-    def _new_rollouters(self) -> RolloutFleet:
+    def _new_rollouters(self) -> Rollouters:
         run, recipe = self._spec, self._recipe
         files = RolloutFiles(run.directory.samples, run.directory.spans, run.directory.quarantine)
-        count = recipe.rollout.num_rollouters
         spec = RolloutSpec(recipe, run.train, run.held_out, files, run.hide)
         queue = self.queue
 
-        def spawn(client_id: str) -> RolloutControl:
+        def spawn(client_id: str) -> ActorClient[Rollouter]:
             actor = ray.remote(untraced(Rollouter)).options(**self._on_driver)
-            return RolloutControl(actor.remote(spec, QueueChannel(queue.handle, client_id), client_id), client_id)
+            return ActorClient(actor.remote(spec, queue, client_id), ROLLOUTER)
 
-        return RolloutFleet(
-            [
-                RolloutSupervisor(
-                    spawn,
-                    queue.take_back_all,
-                    self._forget_client,
-                    budget=self._rollouter_budget,
-                    start_timeout_s=recipe.ray.start_timeout_s,
-                    on_event=self._events.write,
-                    place=(index, count),
-                )
-                for index in range(count)
-            ]
+        def take_back(reason: str, client_id: str) -> Awaitable[int]:
+            return queue.call(CALL_TIMEOUT_S, MessageQueue.take_back_all, reason, client_id)
+
+        return Rollouters(
+            spawn,
+            take_back,
+            self._forget_client,
+            count=recipe.rollout.num_rollouters,
+            budget=self._rollouter_budget,
+            start_timeout_s=recipe.ray.start_timeout_s,
+            on_event=self._events.write,
         )
 
     async def _forget_client(self, client_id: str) -> None:
@@ -303,3 +303,25 @@ def _smallest_node() -> tuple[int, int, int]:
 
 async def _done(trainers: asyncio.Future[TrainerPool]) -> None:
     await trainers
+
+
+def untraced(cls: type) -> type:
+    """A class for `ray.remote`: holds an object of `cls` and has its public methods. Ray wraps every method of an
+    actor's class for its tracing, private ones too, and switches nothing of it off: a tenth of a rollouter's time."""
+
+    def begin(self: Any, *args: Any, **options: Any) -> None:
+        self._inner = cls(*args, **options)
+
+    public = {n: m for n, m in inspect.getmembers(cls, inspect.isfunction) if not n.startswith("_")}
+    forwarded = {name: _forwarded(name, inspect.iscoroutinefunction(method)) for name, method in public.items()}
+    return type(cls.__name__, (), {"__doc__": cls.__doc__, "__init__": begin, **forwarded})
+
+
+def _forwarded(name: str, is_async: bool) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        return getattr(self._inner, name)(*args, **options)
+
+    async def call_async(self: Any, *args: Any, **options: Any) -> Any:
+        return await getattr(self._inner, name)(*args, **options)
+
+    return call_async if is_async else call

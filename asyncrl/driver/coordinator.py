@@ -16,16 +16,18 @@ from typing import Any
 from asyncrl.checkpoint.store import RunState, read_state
 from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.recipe import Recipe
-from asyncrl.driver.beside import cancel
 from asyncrl.driver.colocation import Turns
 from asyncrl.driver.evaluation_schedule import Evaluations
-from asyncrl.driver.foresight import Foresight
 from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.next_step import NextStep
 from asyncrl.driver.off_policy import GuardLoop
 from asyncrl.driver.publisher import Publisher
 from asyncrl.driver.step_record import ReplicaShares, StepClock, StepRecord
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, cause, explain
+from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.queue.staleness import StalenessPolicy
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S
+from asyncrl.remote.tasks import end
 from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import (
@@ -44,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 """Longest long poll: how late a stop can be noticed."""
+POLL_TIMEOUT_S = POLL_S + CALL_TIMEOUT_S
+LOAD_TIMEOUT_S = 600.0
+"""Longest that reading the queue's part of a checkpoint may take."""
 RECORD_S = 5.0
 """What the metrics of a committed step may take to be written, when the run ends for another reason."""
 _INITIAL: dict[str, str] = {Metric.EVAL_ACCURACY: Metric.EVAL_INITIAL_ACCURACY, Metric.EVAL_FAILED: Metric.EVAL_FAILED}
@@ -83,13 +88,13 @@ class Coordinator:
         self._writer = CheckpointWriter(
             recipe.checkpoint,
             parts.checkpoints,
-            parts.rollouter,
+            parts.rollouter.partials,
             parts.queue,
             parts.trainers,
             on_event=parts.events.write,
         )
         self._planner = StepPlanner(recipe)
-        self._foresight = Foresight(parts, self._planner)
+        self._next_step = NextStep(parts, self._planner)
         self._staleness = StalenessPolicy(recipe.batch.groups_per_step, recipe.max_lag)
         self._guard = GuardLoop(recipe, parts.queue, parts.events)
         self._stop = asyncio.Event()
@@ -149,8 +154,6 @@ class Coordinator:
             asyncio.create_task(_outcome(self._writer.failed), name="checkpoints"),
         ]
         guards += [asyncio.create_task(loop(), name=name) for name, loop in self._parts.loops.items()]
-        if self._parts.pools:
-            guards.append(asyncio.create_task(self._parts.pools.watch(), name="pools of other models"))
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([training, stop, *guards], return_when=asyncio.FIRST_COMPLETED)
@@ -181,8 +184,8 @@ class Coordinator:
             for task in (training, stop, *guards):
                 task.cancel()
             await asyncio.gather(training, stop, *guards, return_exceptions=True)
-            await self._foresight.close()
-            await cancel(self._recording, patience_s=RECORD_S)
+            await self._next_step.close()
+            await end(self._recording, patience_s=RECORD_S)
             await self._evaluations.close()
             await self._publisher.close()
             await self._writer.close()
@@ -255,18 +258,18 @@ class Coordinator:
         self._clock.start()  # the engines' way to sleep is no part of the optimizer step
         # From here to the commit the groups are leased: a crash in between trains them again from the checkpoint.
         bounds = self._guard.correction_bounds
-        plans = self._foresight.plans(manifest, bounds)
+        plans = self._next_step.plans(manifest, bounds)
         if self._planner.needs_kl:
             with self._clock.time.during(Metric.TRAINER_TRAINING):
                 reference_kl = await parts.trainers.reference_kl(plans)
             plans = self._planner.plan(manifest, reference_kl, correction_bounds=bounds)
         last = done >= recipe.run.max_steps
         if recipe.max_lag > 0 and not last:
-            self._foresight.begin(done, bounds)
+            self._next_step.begin(done, bounds)
         with self._clock.time.during(Metric.TRAINER_TRAINING):
             metrics = await parts.trainers.train_step(plans)
         train_s = self._clock.lap()
-        await self._foresight.end()
+        await self._next_step.end()
         await self._publisher.settle()
         await self._recorded()
         parts.events.write(
@@ -309,7 +312,7 @@ class Coordinator:
         """Commits the step that was trained; `copies`: the trainer copies its weights meanwhile. Where training waits
         for publishes also the statistics of the replicas: elsewhere it does not wait for the slowest of them."""
         parts = self._parts
-        committing = parts.queue.commit(self._step, leases_next=leases_next)
+        committing = parts.queue.call(CALL_TIMEOUT_S, MessageQueue.commit, self._step, leases_next=leases_next)
         if not self._recipe.overlaps_publish:
             return await asyncio.gather(committing, parts.replicas.stats())
         if not copies:
@@ -362,7 +365,7 @@ class Coordinator:
     async def _lease(self) -> LeaseManifest | None:
         deadline = time.monotonic() + self._recipe.staleness.overdue_timeout_s
         while not self._stop.is_set():
-            answer = await self._parts.queue.lease(self._step, POLL_S)
+            answer = await self._parts.queue.call(POLL_TIMEOUT_S, MessageQueue.lease, self._step, POLL_S)
             if isinstance(answer, LeaseManifest):
                 return answer
             self._parts.saw("queue", answer.counts)
@@ -386,8 +389,8 @@ class Coordinator:
         When no replica serves any more, running groups can only finish under the next weights: these are published, and
         the drain ends.
         """
-        started = time.monotonic()
-        while not self._stop.is_set() and not await self._parts.queue.wait_idle(POLL_S):
+        started, queue = time.monotonic(), self._parts.queue
+        while not self._stop.is_set() and not await queue.call(POLL_TIMEOUT_S, MessageQueue.wait_idle, POLL_S):
             if self._parts.replicas.newcomers and not self._parts.replicas.serving:
                 await self._publisher.catch_up(self._step)
                 break
@@ -396,7 +399,7 @@ class Coordinator:
                     explain(
                         f"drain before the publish of version {self._step}",
                         f"groups were still running after {self._recipe.staleness.overdue_timeout_s:g} s: "
-                        f"{await self._parts.queue.counts()}",
+                        f"{await queue.call(CALL_TIMEOUT_S, MessageQueue.counts)}",
                         "raise staleness.overdue_timeout_s or shorten rollout.request_timeout_s",
                     )
                 )
@@ -427,7 +430,7 @@ class Coordinator:
         state = read_state(checkpoint)
         parts.events.write(TrainingResumed(step=state.global_steps, checkpoint=checkpoint.name))
         await parts.trainers.load(checkpoint / "trainer")
-        counts = await parts.queue.load(checkpoint / "queue")
+        counts = await parts.queue.call(LOAD_TIMEOUT_S, MessageQueue.load, checkpoint / "queue")
         if counts.trained != state.global_steps * state.groups_per_step:
             found = f"its ledger has {counts.trained} trained groups, {state.groups_per_step} a step"
             do = "name another checkpoint, or resume=auto for the newest intact one"
@@ -465,7 +468,9 @@ class Coordinator:
         while True:
             await asyncio.sleep(self._recipe.ray.health_interval_s)
             queue_s, trainers_s, rollout = await asyncio.gather(
-                parts.queue.ping(timeout_s), parts.trainers.ping(timeout_s), parts.rollouter.stats(timeout_s)
+                parts.queue.call(timeout_s, MessageQueue.ping),
+                parts.trainers.ping(timeout_s),
+                parts.rollouter.stats(timeout_s),
             )
             parts.saw("rollout", (rollout.groups, rollout.requests, rollout.reprefilled_tokens))
             self._health = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import RunFailed, explain
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.guard import LEVELS, GuardDecision, OffPolicyGuard
+from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.types import LedgerCounts
 from asyncrl.types.events import GuardChanged
 from asyncrl.types.guard import GuardState
@@ -17,14 +18,10 @@ from asyncrl.types.metrics import Metric, Record
 logger = logging.getLogger(__name__)
 
 
-class LagLimit(Protocol):
-    async def limit_lag(self, limit: int) -> LedgerCounts: ...
-
-
 class GuardLoop:
     """Owns the state of the guard between two steps. With `staleness.guard=off` it does nothing."""
 
-    def __init__(self, recipe: Recipe, queue: LagLimit, events: EventLog) -> None:
+    def __init__(self, recipe: Recipe, queue: ActorClient[MessageQueue], events: EventLog) -> None:
         self._config, self._mode = recipe.staleness.guard_rules, recipe.staleness.guard
         self._queue, self._events, self._max_lag = queue, events, recipe.max_lag
         self._rules = OffPolicyGuard.of(recipe)
@@ -107,4 +104,4 @@ class GuardLoop:
                 )
             )
             return None
-        return await self._queue.limit_lag(decision.limit)
+        return await self._queue.call(CALL_TIMEOUT_S, MessageQueue.limit_lag, decision.limit)

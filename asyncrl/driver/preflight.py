@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from asyncrl.config.checks import require
 from asyncrl.config.places import is_hub_model, is_place, require_mounted
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.serving import ServeSection, check_key
-from asyncrl.config.threads import replica_threads, trainer_threads
+from asyncrl.config.threads import local_cores, replica_threads, trainer_threads
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.model_files import cached_facts, check_model, hub_facts
@@ -30,11 +31,10 @@ from asyncrl.data.tokenizer import (
 )
 from asyncrl.data.tool_calls import format_of, takes_tools, template_text
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
-from asyncrl.driver.advice import advice
 from asyncrl.driver.cluster.address import joined_address, visible_gpus
 from asyncrl.driver.cluster.placement import Demand, describe_demand
 from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes
-from asyncrl.driver.trainer_plan import local_cores, trainer_plan
+from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference.engines import (
     ENGINES,
@@ -65,6 +65,8 @@ TURNS = {
     "many again, go on under the new weights",
 }
 """Mode -> the phases of a colocated run, which repeat."""
+PLACES = {"torch": "num_slots", "vllm": "max_num_seqs", "sglang": "max_running_requests"}
+"""Engine -> the setting that says how many requests a replica decodes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,3 +478,40 @@ def _describe_sources(train: TrainingSet | None, num_groups: int) -> Iterator[tu
     if train.curriculum is not None and train.ease is not None:
         key, easy, hard = train.curriculum.key, train.ease.max(), train.ease.min()
         yield "curriculum", f"{key} from {easy:g} to {hard:g} in the first {train.curriculum.epochs} epoch(s)"
+
+
+def advice(recipe: Recipe, *, cores: int | None) -> Iterator[str]:
+    """What the plan of a run advises, each with its reason: where processes would wait for cores, or responses for
+    places. `cores`: of the machine whose CPUs compute; None: ranks and replicas have GPUs, or are on
+    other machines."""
+    if recipe.rollout.engine not in PLACES:
+        return  # servers that run already
+    if cores is not None:
+        yield from _too_many_replicas(recipe, cores)
+    yield from _too_few_places(recipe)
+
+
+def _too_many_replicas(recipe: Recipe, cores: int) -> Iterator[str]:
+    replicas, threads, ranks = recipe.rollout.num_replicas, replica_threads(recipe), recipe.trainer.num_ranks
+    alternate = recipe.mode == "sync" or recipe.is_colocated
+    busy = ranks * (recipe.trainer.num_threads or 1)
+    free = cores if alternate else cores - busy
+    fitting = max(1, free // threads)
+    if replicas > fitting:
+        beside = "" if alternate else f" and {ranks} trainer rank(s)"
+        yield (
+            f"rollout.num_replicas={fitting}: {replicas} replicas{beside} share {cores} cores, and each waits for the "
+            "others"
+        )
+
+
+def _too_few_places(recipe: Recipe) -> Iterator[str]:
+    rollout, key = recipe.rollout, PLACES[recipe.rollout.engine]
+    trajectories = recipe.batch.groups_per_step * recipe.batch.group_size
+    places, due = rollout.settings.decodes_at_once, math.ceil(trajectories / rollout.num_replicas)
+    if due > places:
+        yield (
+            f"rollout.{rollout.engine}.{key}={due} where the KV cache has room, or more replicas: a step takes "
+            f"{trajectories} responses, and {rollout.num_replicas} replica(s) decode {rollout.num_replicas * places} "
+            "at once"
+        )

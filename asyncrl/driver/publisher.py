@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.driver.beside import cancel
 from asyncrl.driver.colocation import Turns
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.step_record import ReplicaShares, StepClock, tokens_between
+from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S
+from asyncrl.remote.tasks import end
 from asyncrl.types import LedgerCounts, PublishReport, ReplicaStats
 from asyncrl.types.events import WeightsPublished
 from asyncrl.types.metrics import Metric
@@ -94,7 +96,7 @@ class Publisher:
     async def close(self) -> None:
         """Cancels the publish in progress, and logs an error of it that nobody has met. The replicas' gates stay
         closed; the run is at its end."""
-        await cancel(self._beside)
+        await end(self._beside)
 
     async def _end(self) -> None:
         if (beside := self._beside) is not None:
@@ -111,7 +113,8 @@ class Publisher:
         await self._turns.give()
         report = await parts.weights.publish(step)
         assert report is not None, "only a catch-up can be for nobody"
-        counts, stats = await asyncio.gather(parts.queue.published(step), parts.replicas.stats())
+        published = parts.queue.call(CALL_TIMEOUT_S, MessageQueue.published, step)
+        counts, stats = await asyncio.gather(published, parts.replicas.stats())
         self._clock().publish_tokens += tokens_between(before, stats)
         self._version = step
         self._reports.append(report)

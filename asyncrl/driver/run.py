@@ -259,6 +259,7 @@ class _Run:
             loops={
                 "number of replicas": actors.fleet_size.watch,
                 "requests of asyncrl-scale": ScaleDesk(self._spec.directory.scale, actors.fleet_size).serve,
+                **({"pools of other models": actors.pools.watch} if actors.pools else {}),
             },
         )
 

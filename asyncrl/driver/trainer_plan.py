@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 
 from asyncrl.config.recipe import Recipe
@@ -69,13 +68,3 @@ def _memory(memory: RankMemory) -> str:
 def _bytes(number: int) -> str:
     unit, name = next(((unit, name) for unit, name in _UNITS if number >= unit), (1, "bytes"))
     return f"{number / unit:.1f} {name}" if unit > 1 else f"{number} {name}"
-
-
-# Cores that processes of this machine may use.
-
-
-def local_cores() -> int:
-    """Those that the system lets this process run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS binds no process to cores

@@ -6,9 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast, overload
-
-import ray
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 from asyncrl.errors import DeadlineExceeded, Process, explain
 from asyncrl.remote.line import Line, LineAnswer, LineEnded, connect
@@ -18,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 ActorHandle: TypeAlias = Any
 """Ray's handle of an actor: its methods come from the actor's class at run time."""
+A = TypeVar("A")
+"""The class of an actor."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -27,8 +27,8 @@ LEAST_S = 5.0
 """Ray has so long to say what became of a process whose line has ended, if the call has less left."""
 
 
-class ActorClient:
-    """Owns the handle of an actor. Raises as `remote.reply.reply`."""
+class ActorClient(Generic[A]):
+    """Owns the handle of an actor of class `A`, whose methods `call` takes. Raises as `remote.reply.reply`."""
 
     def __init__(self, handle: ActorHandle, process: Process, *, has_line: bool = False) -> None:
         """`has_line`: the actor is a `HasLine`. Its calls are made in their order, over a line that the first one
@@ -41,14 +41,14 @@ class ActorClient:
     async def call(
         self,
         timeout_s: float,
-        method: Callable[Concatenate[Any, P], Awaitable[T]],
+        method: Callable[Concatenate[A, P], Awaitable[T]],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T: ...
     @overload
     async def call(
-        self, timeout_s: float, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs
+        self, timeout_s: float, method: Callable[Concatenate[A, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T: ...
     async def call(self, timeout_s: float, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What `method`, one of the actor's class, returns for these arguments within `timeout_s`."""
@@ -75,6 +75,8 @@ class ActorClient:
 
     def kill(self) -> None:
         """Ends the process, also a stopped one; its children go with it. Idempotent."""
+        import ray  # here: see `remote.reply`
+
         ray.kill(self.handle)
 
     async def ended(self, timeout_s: float, ping: Callable[..., Any]) -> None:

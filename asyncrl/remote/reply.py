@@ -1,17 +1,21 @@
-"""Waits on Ray actors: each has a deadline and a name, and its failures become errors of `asyncrl.errors`."""
+"""Waits on Ray actors: each has a deadline and a name, and its failures become errors of `asyncrl.errors`.
+
+Imports Ray where a call needs it only: code that calls actors can be imported, and tested, without Ray.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
-
-import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, explain
 from asyncrl.remote.waits import WAITS, Wait
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.exceptions import RayError
 
 ENDED_POLL_S = 0.05
 SLEPT_S = 2.0
@@ -42,7 +46,7 @@ async def reply(ref: Awaitable[Any], *, timeout_s: float, call: str, process: Pr
         if time.monotonic() - wait.since_s > timeout_s + SLEPT_S:  # this process was late: the answer may be there
             return await _once_more(ref, wait)
         raise _late(wait) from None
-    except RayError as error:
+    except _ray_error() as error:
         _translate(error, wait)
 
 
@@ -52,23 +56,26 @@ async def _once_more(ref: Awaitable[Any], wait: Wait) -> Any:
             return await ref
     except TimeoutError:
         raise _late(wait) from None
-    except RayError as error:
+    except _ray_error() as error:
         _translate(error, wait)
 
 
-def reply_now(ref: ray.ObjectRef, *, timeout_s: float, call: str, process: Process) -> Any:
+def reply_now(ref: ObjectRef, *, timeout_s: float, call: str, process: Process) -> Any:
     """As `reply`, blocking: for the synchronous methods of an actor."""
+    import ray
+    from ray.exceptions import GetTimeoutError
+
     wait = Wait(call, process, timeout_s)
     try:
         with WAITS.of(wait):
             return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError:
         raise _late(wait) from None
-    except RayError as error:
+    except _ray_error() as error:
         _translate(error, wait)
 
 
-async def ended(ask: Callable[[], ray.ObjectRef], *, timeout_s: float, process: Process) -> None:
+async def ended(ask: Callable[[], ObjectRef], *, timeout_s: float, process: Process) -> None:
     """Returns when a killed process has exited. `ask`: calls a method of it that answers at once.
 
     Raises DeadlineExceeded.
@@ -94,8 +101,16 @@ def _late(wait: Wait) -> DeadlineExceeded:
     return DeadlineExceeded(explain(str(wait), f"no answer within {wait.timeout_s:g} s", do)).of(wait.process)
 
 
+def _ray_error() -> type[RayError]:
+    from ray.exceptions import RayError
+
+    return RayError
+
+
 def _translate(error: Exception, wait: Wait) -> NoReturn:
     """Raises the typed equivalent of an error that Ray delivered."""
+    from ray.exceptions import RayError, RayTaskError
+
     if isinstance(error, RayTaskError):
         cause: BaseException | None = error
         while isinstance(cause, RayTaskError):  # a remote method that itself waited on an actor nests them

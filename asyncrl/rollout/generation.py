@@ -11,131 +11,33 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Set
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from asyncrl.errors import AsyncRLError, BadRequest, DeadlineExceeded, GenerationError, ProcessDied
-from asyncrl.remote.bell import Bell
+from asyncrl.errors import AsyncRLError, GenerationError
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.draft import Draft
+from asyncrl.rollout.replica_link import OnChunk, PendingRequest, ReplicaLink, collection_interval_s
 from asyncrl.rollout.router import ANYWHERE, Affinity, Router
 from asyncrl.types import (
-    FinishReason,
     Generation,
     GenerationRequest,
     ReplicaRow,
     ReplicaState,
     ReplicaTable,
     SamplingParams,
-    TokenChunk,
 )
-
-__all__ = ["Draft", "GenerationClient", "OnChunk", "ReplicaChannel"]
 
 logger = logging.getLogger(__name__)
 
 
-COLLECT_S = 0.0002
-"""CPU time that a collection from one replica costs this process in all its threads, tokens apart."""
-COLLECT_SHARE = 0.05
-"""Collections take at most this share of the process's time; beyond that they become rarer."""
-COLLECT_WAIT_S = 1.0
-"""Longest wait of a collection."""
 GATHER_POLLS, GATHER_S = 40, 2.0
 """Tokens of a response that goes on wait at their replica for so many times the shortest interval, and as long at most,
 where nobody looks at them before its end: a response has a few chunks then, however fast the engine streams. A replica
 that dies loses them."""
-HAND_OVER_S = 2.0
-"""A live replica that takes no more requests has so long to return what it has sampled."""
-LONGEST_QUEUE = 4.0
-"""Times `rollout.request_timeout_s`: as long may a request wait at a replica that streams other responses."""
-
-
-def collection_interval_s(shortest_s: float, num_busy: int) -> float:
-    """Seconds between two collections from one replica, while `num_busy` replicas have requests. `shortest_s` for a few
-    replicas; with more it grows, so that the calls of all together take a bounded share of a core."""
-    return max(shortest_s, num_busy * COLLECT_S / COLLECT_SHARE)
-
-
-class ReplicaChannel(Protocol):
-    """The client's calls to one replica. Raises ProcessDied when the replica has died."""
-
-    async def submit(self, requests: list[GenerationRequest]) -> None: ...
-
-    async def collect(self, wait_s: float, gather_s: float) -> list[TokenChunk]:
-        """Chunks that were not collected before: of requests that have ended as soon as there is one, of all once
-        tokens have waited for `gather_s`. Waits at most `wait_s`."""
-        ...
-
-    async def abort(self, request_ids: list[str]) -> None: ...
-
-
-OnChunk = Callable[[TokenChunk, int], bool | None]
-"""(chunk, replica id) -> True when the caller needs no more of this response. Called in order with each chunk that has
-tokens, when it arrives. Must be quick and must not raise."""
-
-
-@dataclass(slots=True, eq=False)
-class _Link:
-    """The connection to one incarnation of a replica. The next incarnation under the same id is another link."""
-
-    replica_id: int
-    incarnation: int
-    channel: ReplicaChannel
-    busy: asyncio.Event = field(default_factory=asyncio.Event)
-    outgoing: list[GenerationRequest] = field(default_factory=list)
-    in_flight: int = 0
-    followed: int = 0
-    """Of these, the responses whose tokens somebody looks at when they arrive."""
-    leaves: bool = False
-    """It gets no new request; what it has still returns its tokens."""
-    empty: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it leaves and has no request any more."""
-    lost: bool = False
-    """Nothing that it sends counts any more."""
-    died: bool = False
-    """The replica's process died. Only then may a request be the cause; a late or removed replica does not count."""
-    heard_at: float = 0.0
-    """When tokens of any request last came from it, by the monotonic clock."""
-
-    @property
-    def takes_requests(self) -> bool:
-        return not self.leaves and not self.lost
-
-
-class _Expected(NamedTuple):
-    """Where the tokens of a response go, and the clocks that stand still while it waits: first its own."""
-
-    draft: Draft
-    on_chunk: OnChunk | None
-    clocks: tuple[ActiveClock, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A request in flight. Its tokens go to the draft of its response. `sampled`: one has come."""
-
-    link: _Link
-    draft: Draft
-    on_chunk: OnChunk | None
-    clocks: tuple[ActiveClock, ...]
-    sent_at: float = field(default_factory=time.monotonic)
-    sampled: bool = False
-    done: Bell = field(default_factory=Bell)
-    reason: FinishReason | None = None
-    failure: Exception | None = None
-    enough: bool = False
-
-    @property
-    def replica_id(self) -> int:
-        return self.link.replica_id
-
-    @property
-    def followed(self) -> bool:
-        """Its tokens decide whether it goes on."""
-        return self.on_chunk is not None or self.draft.looks_for_stop
 
 
 class GenerationClient:
@@ -187,12 +89,12 @@ class GenerationClient:
         self._busy: set[int] = set()
         self._added = asyncio.Event()
         self._last_loss = "there is no replica"
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, ReplicaLink] = {}
         self._router = Router() if router is None else router
         self._request_timeout_s = request_timeout_s
         self._poll_interval_s = poll_interval_s
         self._gather_s = min(GATHER_S, GATHER_POLLS * poll_interval_s, request_timeout_s / 4)
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, PendingRequest] = {}
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._collectors: set[asyncio.Task[None]] = set()
@@ -235,12 +137,25 @@ class GenerationClient:
                 self._link(replica_id, row)
 
     def _link(self, replica_id: int, row: ReplicaRow) -> None:
-        link = self._links[replica_id] = _Link(replica_id, row.incarnation, row.handle)
+        link = self._links[replica_id] = ReplicaLink(
+            replica_id,
+            row.incarnation,
+            row.handle,
+            self._pending,
+            self._gather_s,
+            interval_s=self._interval_s,
+            lose=self._lose,
+            spawn=self._spawn,
+        )
         self._added.set()
         self._router.put(replica_id, row.version, held=row.state == "held")
-        collector = asyncio.create_task(self._collect(link), name=f"collect from replica {replica_id}")
+        collector = asyncio.create_task(link.collect(), name=f"collect from replica {replica_id}")
         self._collectors.add(collector)
         collector.add_done_callback(self._collector_ended)
+
+    def _interval_s(self, link: ReplicaLink) -> float:
+        shortest_s = self._poll_interval_s
+        return shortest_s if link.leaves else collection_interval_s(shortest_s, len(self._busy))
 
     async def handed_over(self) -> None:
         """Returns when the replicas that were leased or leave have returned what they sampled for this client, after
@@ -248,25 +163,14 @@ class GenerationClient:
         if self._hand_overs:
             await asyncio.wait(list(self._hand_overs))
 
-    def _withdraw(self, link: _Link) -> None:
+    def _withdraw(self, link: ReplicaLink) -> None:
         """Begins to end the requests of a live replica; they resume elsewhere with all tokens that it has sampled."""
-        link.leaves = True
+        link.leave()
         self._unlink(link)
         self._count(link)
-        task = asyncio.create_task(self._hand_over(link), name=f"withdraw from replica {link.replica_id}")
+        task = asyncio.create_task(link.hand_over(), name=f"withdraw from replica {link.replica_id}")
         self._hand_overs.add(task)
         task.add_done_callback(self._hand_overs.discard)
-
-    async def _hand_over(self, link: _Link) -> None:
-        try:
-            async with asyncio.timeout(HAND_OVER_S):
-                await self._stop_working(link)
-                await link.empty.wait()
-        except TimeoutError:
-            logger.warning("replica %d has not returned the tokens of its requests", link.replica_id)
-            self._spawn(self._stop_working(link), f"withdraw from replica {link.replica_id}")
-        finally:
-            self._detach(link)
 
     @property
     def busy(self) -> Set[int]:
@@ -308,6 +212,7 @@ class GenerationClient:
         draft = Draft() if draft is None else draft
         complete = draft.complete(sampling, None) if draft.num_tokens else None
         clocks = (ActiveClock(self._request_timeout_s), *([] if clock is None else [clock]))
+        new = partial(PendingRequest, draft=draft, on_chunk=on_chunk, clocks=clocks)
         interruptions = lost = 0
         try:
             while complete is None:
@@ -322,7 +227,7 @@ class GenerationClient:
                 if interruptions:
                     self.reprefilled_tokens += len(request.prompt_ids)
                 began = time.time()
-                attempt = await self._attempt(request, affinity, _Expected(draft, on_chunk, clocks))
+                attempt = await self._attempt(request, affinity, new)
                 if draft.attempts is not None:
                     made = {"replica": attempt.replica_id, "tokens": draft.num_tokens - request.first_position}
                     draft.attempts.append(("request", began, time.time(), made))
@@ -370,19 +275,21 @@ class GenerationClient:
         await asyncio.shield(self._ended)
 
     async def close(self) -> None:
-        for pending in self._pending.values():
-            pending.failure = GenerationError("the generation client was closed")
-            pending.done.ring()
+        self._fail_all()
         tasks = [*self._collectors, *self._hand_overs]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for pending in self._pending.values():  # what came meanwhile
-            pending.failure = GenerationError("the generation client was closed")
-            pending.done.ring()
+        self._fail_all()  # what came while these ended
         self._ended.cancel()
 
-    async def _attempt(self, request: GenerationRequest, affinity: Affinity, expected: _Expected) -> _Pending:
+    def _fail_all(self) -> None:
+        for pending in self._pending.values():
+            pending.fail(GenerationError("the generation client was closed"))
+
+    async def _attempt(
+        self, request: GenerationRequest, affinity: Affinity, new: Callable[[ReplicaLink], PendingRequest]
+    ) -> PendingRequest:
         """Raises TimeoutError: the response is late, or no replica has taken the request in time."""
         if not self._may_send(affinity):
             async with asyncio.timeout(self._request_timeout_s):
@@ -392,24 +299,20 @@ class GenerationClient:
                     self._added.clear()
                     await self._added.wait()
         link = self._links[self._router.pick(request.session_id, *affinity)]
-        pending = self._pending[request.request_id] = _Pending(link, *expected)
-        link.in_flight += 1
-        link.followed += pending.followed
-        self._count(link)
+        pending = new(link)
         for clock in pending.clocks:
             clock.wait()
-        self._enqueue(link, request)
+        link.send(request, pending)
+        self._count(link)
         try:
-            await self._until_done(pending)
+            await pending.until_done(self._request_timeout_s)
         except (asyncio.CancelledError, TimeoutError):
-            await self._abandon(link, request.request_id)
+            await link.abandon(request.request_id)
             raise
         finally:
             for clock in pending.clocks:
                 clock.end(sampled=pending.sampled)
-            del self._pending[request.request_id]
-            link.in_flight -= 1
-            link.followed -= pending.followed
+            link.forget(request.request_id)
             self._count(link)
             if link.takes_requests:
                 self._router.done(link.replica_id)
@@ -420,94 +323,16 @@ class GenerationClient:
     def _may_send(self, affinity: Affinity) -> bool:
         return bool(self._links) if affinity.only is None else affinity.only in self._links
 
-    async def _until_done(self, pending: _Pending) -> None:
-        """Raises TimeoutError: the response is late, or its replica has streamed nothing for as long."""
-        clock = pending.clocks[0]
-        while not pending.done.rung:
-            look_s, late = clock.look_s(), clock.left_s <= 0
-            if not pending.sampled:
-                heard_at = max(pending.sent_at, pending.link.heard_at)
-                quiet_s = heard_at + self._request_timeout_s - time.monotonic()
-                queued_s = pending.sent_at + LONGEST_QUEUE * self._request_timeout_s - time.monotonic()
-                look_s, late = max(0.0, min(look_s, quiet_s, queued_s)), late or min(quiet_s, queued_s) <= 0
-            if late:
-                raise TimeoutError
-            await pending.done.wait(look_s)
-
-    def _count(self, link: _Link) -> None:
-        if link.leaves and not link.in_flight:
-            link.empty.set()
+    def _count(self, link: ReplicaLink) -> None:
         is_busy = link.in_flight > 0 and link.takes_requests
         if is_busy != (link.replica_id in self._busy) and self._links.get(link.replica_id, link) is link:
             (self._busy.add if is_busy else self._busy.discard)(link.replica_id)
             self._on_change()
 
-    async def _abandon(self, link: _Link, request_id: str) -> None:
-        """Aborts a request whose caller was cancelled or has enough tokens."""
-        if not link.lost:
-            try:
-                await link.channel.abort([request_id])
-            except ProcessDied as e:
-                self._lose(link, str(e), died=True)
-            except AsyncRLError as e:  # the answer is not needed: tokens that still arrive are dropped
-                logger.warning("abort on replica %d: %s", link.replica_id, e)
-
-    async def _stop_working(self, link: _Link) -> None:
-        """Has a replica end the requests that it has of this client."""
-        begun = [request_id for request_id, pending in self._pending.items() if pending.link is link]
-        try:
-            if begun:
-                await link.channel.abort(begun)
-        except AsyncRLError as e:  # they resume elsewhere in any case; the health check of the pool finds the replica
-            logger.warning("abort on replica %d: %s", link.replica_id, e)
-
-    def _enqueue(self, link: _Link, request: GenerationRequest) -> None:
-        """Collects the requests of one turn of the event loop into a single call."""
-        link.outgoing.append(request)
-        if len(link.outgoing) == 1:
-            self._spawn(self._flush(link), f"submit to replica {link.replica_id}")
-
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _flush(self, link: _Link) -> None:
-        batch, link.outgoing = link.outgoing, []
-        try:
-            if link.lost:
-                return  # losing it ended these attempts too
-            if link.leaves:
-                for pending in filter(None, (self._pending.get(request.request_id) for request in batch)):
-                    pending.done.ring()  # it never had them
-                return
-            await link.channel.submit(batch)
-            link.busy.set()
-        except (ProcessDied, DeadlineExceeded) as e:
-            self._lose(link, str(e), died=isinstance(e, ProcessDied))
-        except Exception as e:  # noqa: BLE001 - task boundary: it becomes the failure of the requests it was sending
-            for request in batch:
-                self._fail(request.request_id, e)
-
-    async def _collect(self, link: _Link) -> None:
-        """Collects the chunks of one replica until it is lost; idle while the replica has no request of this client."""
-        loop = asyncio.get_running_loop()
-        while not link.lost:
-            await link.busy.wait()
-            if link.in_flight == 0:
-                link.busy.clear()
-                continue
-            started = loop.time()
-            try:
-                chunks = await link.channel.collect(COLLECT_WAIT_S, 0.0 if link.followed else self._gather_s)
-            except (ProcessDied, DeadlineExceeded) as e:
-                self._lose(link, str(e), died=isinstance(e, ProcessDied))
-                return
-            for chunk in chunks:
-                self._deliver(chunk)
-            shortest_s = self._poll_interval_s
-            interval_s = shortest_s if link.leaves else collection_interval_s(shortest_s, len(self._busy))
-            await asyncio.sleep(max(0.0, interval_s - (loop.time() - started)))
 
     def _collector_ended(self, task: asyncio.Task[None]) -> None:
         self._collectors.discard(task)
@@ -519,70 +344,26 @@ class GenerationClient:
             self._ended.set_exception(failure)
             self._ended.exception()  # marks it as retrieved: `watch` need not be running
 
-    def _deliver(self, chunk: TokenChunk) -> None:
-        pending = self._pending.get(chunk.request_id)
-        if pending is None:
-            return  # the request was abandoned
-        if chunk.error is not None:
-            refusal = BadRequest if chunk.bad_request else GenerationError
-            self._fail(chunk.request_id, refusal(chunk.error))
-            return
-        if pending.link.lost:
-            return  # the attempt has ended with the tokens that had arrived before
-        if len(chunk.token_ids):
-            pending.link.heard_at = time.monotonic()
-            if not pending.sampled:
-                pending.sampled = True
-                for clock in pending.clocks:
-                    clock.sample()
-        pending.draft.add(chunk, pending.replica_id)
-        if not pending.enough and len(chunk.token_ids) > 0 and _is_enough(pending, chunk):
-            pending.enough = True
-            if chunk.finish_reason is None:
-                self._spawn(self._abandon(pending.link, chunk.request_id), f"abort of {chunk.request_id}")
-        if chunk.finish_reason is not None:
-            pending.reason = chunk.finish_reason
-            pending.done.ring()
-
-    def _fail(self, request_id: str, failure: Exception) -> None:
-        if (pending := self._pending.get(request_id)) is not None:
-            pending.failure = failure
-            pending.done.ring()
-
-    def _lose(self, link: _Link, reason: str, *, died: bool = False) -> None:
+    def _lose(self, link: ReplicaLink, reason: str, died: bool = False) -> None:
         """Ends the attempts on a lost replica with the tokens that had arrived; their responses resume elsewhere."""
         if link.lost:
             return
         link.died = died and not link.leaves  # it was asked to end
         logger.log(logging.INFO if link.leaves else logging.ERROR, "replica %d is lost: %s", link.replica_id, reason)
-        self._detach(link)
+        self._unlink(link)
+        link.detach()
         if not self._links:
             found = f"replica {link.replica_id} was the last: {reason}"
             self._last_loss = f"no replica is left: all of them have stopped; {found}"
             if not self._waits_for_replacements:
                 self._end(GenerationError(self._last_loss))
 
-    def _detach(self, link: _Link) -> None:
-        """Ends the attempts on a replica with the tokens that have arrived."""
-        link.lost = True
-        self._unlink(link)
-        link.busy.set()  # its collector ends
-        for pending in self._pending.values():
-            if pending.link is link:
-                pending.done.ring()
-
-    def _unlink(self, link: _Link) -> None:
+    def _unlink(self, link: ReplicaLink) -> None:
         """No new request goes to it."""
         if self._links.get(link.replica_id) is link:
             del self._links[link.replica_id]
             self._router.remove(link.replica_id)
             self._busy.discard(link.replica_id)
-
-
-def _is_enough(pending: _Pending, chunk: TokenChunk) -> bool:
-    """True when the response needs no more tokens than it has with this chunk."""
-    asked = pending.on_chunk is not None and pending.on_chunk(chunk, pending.replica_id)
-    return bool(asked) or pending.draft.stopped
 
 
 def _remaining(sampling: SamplingParams, num_tokens: int) -> SamplingParams:

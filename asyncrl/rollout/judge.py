@@ -15,9 +15,9 @@ from asyncrl.config.rewards import JudgeConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
 from asyncrl.errors import GenerationError, explain
+from asyncrl.remote.tasks import concurrently
 from asyncrl.rewards.pairwise import scored
 from asyncrl.rewards.reward import RewardResult
-from asyncrl.rollout.at_once import all_at_once
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import SamplingParams
 
@@ -50,7 +50,9 @@ class Judge:
     async def compare(self, responses: Sequence[str], row: PromptRow) -> tuple[RewardResult, ...]:
         """What each response of a group is worth, by comparisons of all pairs in both orders. Raises as `score`."""
         pairs = list(itertools.permutations(range(len(responses)), 2))
-        found = await all_at_once(self._ask({"{first}": responses[i], "{second}": responses[j]}, row) for i, j in pairs)
+        found = await concurrently(
+            self._ask({"{first}": responses[i], "{second}": responses[j]}, row) for i, j in pairs
+        )
         shares, unreadable = np.full((len(responses), len(responses)), 0.5), np.zeros(len(responses))
         for (i, j), result in zip(pairs, found, strict=True):
             if result.parts:  # not read: neither is better
@@ -76,7 +78,7 @@ class Judge:
     async def _expected(self, prompt_ids: np.ndarray) -> float:
         """The mean worth of the answers by their probability against each other."""
         asked = (np.concatenate([prompt_ids, ids]) for ids, _ in self._answers)
-        found = await all_at_once(self._client.score(tokens, len(prompt_ids)) for tokens in asked)
+        found = await concurrently(self._client.score(tokens, len(prompt_ids)) for tokens in asked)
         logprobs = np.array([float(np.sum(logprobs, dtype=np.float64)) for logprobs in found])
         likely = np.exp(logprobs - logprobs.max())
         return float(likely @ [worth for _, worth in self._answers] / likely.sum())

@@ -1,10 +1,16 @@
-"""Time of all replicas together by cause, as the rollouter sees it. Pure."""
+"""Time of all replicas together by cause, as the rollouter sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
+
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.types import ReplicaState, ReplicaTable
 
 ReplicaCause = Literal[
     "generating", "gate_closed", "slots_exhausted", "environment", "evaluation", "asleep", "recovering"
@@ -63,3 +69,60 @@ class ReplicaTime:
             self._seconds[cause] += count * (now - self._since)
         self._use, self._since = use, now
         return self._seconds
+
+
+class ReplicaWatch:
+    """Books the time of the replicas of one generation client, whenever something changes."""
+
+    def __init__(self) -> None:
+        self._time = ReplicaTime(time.monotonic())
+        self._client: GenerationClient
+        self._states: Counter[ReplicaState] = Counter()
+        self._held: frozenset[int] = frozenset()
+        self._asleep: frozenset[int] = frozenset()
+        self._working = 0
+        """Trajectories, and rewards of groups, in progress."""
+
+    def follow(self, client: GenerationClient) -> None:
+        """Called first. The client has `observe` as its `on_change`."""
+        self._client = client
+        self.observe()
+
+    def begin(self) -> None:
+        """Counts from here: the replicas serve now, and their start is nobody's lost time."""
+        self._time = ReplicaTime(time.monotonic())
+        self.observe()
+
+    def set_replicas(self, table: ReplicaTable) -> None:
+        """`table`: the replicas of the client."""
+        self._held = frozenset(table.those("held"))
+        self._asleep = frozenset(i for i, row in table.those("serving").items() if row.asleep)
+        self._states = Counter(row.state for row in table.rows.values())
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A trajectory or a group is in progress: replicas without a request wait for it."""
+        self._working += 1
+        try:
+            yield
+        finally:
+            self._working -= 1
+            busy = len(self._client.busy)
+            if busy < self._states["serving"] + self._states["held"]:  # else none waits for anything
+                self.observe()
+
+    def observe(self) -> Mapping[ReplicaCause, float]:
+        """Books the time of the replicas up to now; returns their seconds by cause."""
+        client, counted = self._client, self._states
+        held_busy = len(client.busy & self._held)
+        use = ReplicaUse(
+            serving=counted["serving"] - len(self._asleep),
+            busy=len(client.busy) - held_busy - len(client.busy & self._asleep),
+            held=counted["held"],
+            held_busy=held_busy,
+            leased=counted["leased"],
+            asleep=len(self._asleep),
+            absent=counted["starting"] + counted["newcomer"] + counted["suspended"] + counted["dead"],
+            working=max(0, self._working - client.in_flight),
+        )
+        return self._time.observe(time.monotonic(), use)

@@ -1,8 +1,8 @@
-"""The rollouter: runs environments over many groups at once. Runs as a Ray actor, which `rollout.supervisor` replaces
-when it dies.
+"""The rollouter: generates many groups concurrently. Runs as a Ray actor, which
+`driver.fleet.rollouters` replaces when it dies.
 
-The admission loop starts one task per ticket; the task generates the group and answers the ticket. User code runs in
-`rollout.user_code`, so that no exception of it reaches the event loop.
+The admission loop starts one task per ticket; the task has `rollout.group_maker` make the group, and answers the
+ticket.
 """
 
 from __future__ import annotations
@@ -13,43 +13,32 @@ import itertools
 import logging
 import math
 import os
-import time
 import traceback
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.prompt_stream import build_stream
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
-from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_texts, stop_token_ids
 from asyncrl.data.training_set import TrainingSet
-from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
-from asyncrl.errors import LedgerError, ProcessDied, explain
+from asyncrl.environments import Task
+from asyncrl.errors import LedgerError, ProcessDied
 from asyncrl.inference.cpu_time import CpuTime
+from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.garbage import PauselessCollector
 from asyncrl.remote.waits import ROLLOUTER
-from asyncrl.rewards import RewardResult
-from asyncrl.rewards.group import added
-from asyncrl.rewards.reward_pool import RewardPool
-from asyncrl.rollout.active_clock import ActiveClock
-from asyncrl.rollout.at_once import all_at_once
 from asyncrl.rollout.generation import GenerationClient
+from asyncrl.rollout.group_maker import GroupMaker
 from asyncrl.rollout.held_out import answer_held_out
-from asyncrl.rollout.judge import Judge
-from asyncrl.rollout.replica_time import ReplicaCause, ReplicaTime, ReplicaUse
+from asyncrl.rollout.replica_time import ReplicaWatch
 from asyncrl.rollout.sample_files import QuarantineFile, RolloutFiles, SampleFile, SpanFile
-from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
-from asyncrl.rollout.teacher import with_teacher
-from asyncrl.rollout.user_code import UserCode, summary
+from asyncrl.rollout.sessions import RolloutSession, RunningGroup
+from asyncrl.rollout.user_code import summary
 from asyncrl.types import (
-    Admission,
     EvalResult,
     PartialGroup,
     PartialTrajectory,
@@ -70,16 +59,6 @@ ADMIT_WAIT_S = 1.0
 MAX_REASON_CHARS = 8000
 CANCEL_WAIT_S = 30.0
 """How long a refused put waits for the admission that cancels its ticket."""
-CLOSE_WAIT_S = 5.0
-"""Longest time that the `close` of an environment may take."""
-
-
-class TicketSource(Protocol):
-    """The rollout side of the message queue."""
-
-    async def admit(self, limit: int, wait_s: float) -> Admission: ...
-    async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None: ...
-    async def nack(self, ticket: Ticket, reason: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +72,23 @@ class RolloutSpec:
     hide: Hidden = field(default_factory=Hidden)
 
 
-class Rollouter:
-    """Generates one group per ticket. Owns the running groups, the generation client, the reward processes and the
-    environment."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Put:
+    """A group on its way to the queue."""
 
-    def __init__(self, spec: RolloutSpec, queue: TicketSource, client_id: str) -> None:
+    ticket: Ticket
+    group: TrajectoryGroup
+    done: asyncio.Future[None]
+
+
+class Rollouter:
+    """Generates one group per ticket. Owns the running groups, their maker and the generation clients."""
+
+    def __init__(self, spec: RolloutSpec, queue: ActorClient[MessageQueue] | None, client_id: str) -> None:
         """
         Args:
-            queue: the rollout side of the message queue.
-            client_id: names this incarnation among all clients of the replicas.
+            queue: None for one that evaluates held-out sets only, and is not `run`.
+            client_id: names this incarnation among all clients of the queue and of the replicas.
         """
         self._recipe = recipe = spec.recipe
         self._train = spec.train
@@ -114,7 +101,6 @@ class Rollouter:
         self._samples = SampleFile(spec.files.samples, samples, spec.hide)
         self._spans = SpanFile(spec.files.spans, recipe.observability.trace_every_groups)
         self._quarantine = QuarantineFile(spec.files.quarantine, spec.hide)
-        self._rewards = RewardPool(recipe.reward, start_timeout_s=recipe.ray.start_timeout_s)
         self._groups: dict[tuple[int, int], RunningGroup] = {}
         self._cancelled = 0
         self._cpu = CpuTime()
@@ -124,58 +110,28 @@ class Rollouter:
         """Client of the leased replicas, while an evaluation has some."""
         self._pools: dict[str, GenerationClient] = {}
         """Clients of the pools of other models, by the section of the recipe."""
-        self._judge: Judge | None = None
-        self._time = ReplicaTime(time.monotonic())
-        self._states: Counter[ReplicaState] = Counter()
-        self._held: Set[int] = set()
-        self._asleep: Set[int] = set()
-        self._open = 0
-        """Trajectories, and rewards of groups, in progress."""
+        self._watch = ReplicaWatch()
+        self._waiting_puts: list[_Put] = []
+        self._sender: asyncio.Task[None] | None = None
+        """Sends them."""
         self.client: GenerationClient
-        self._tools: SessionTools
-        self._renderer: PromptRenderer
-        self._environment: Environment
-        self._user_code: UserCode
-        self._sampling: SamplingParams
+        self._maker: GroupMaker
 
     async def start(self) -> RolloutStats:
-        """Loads the tokenizer, starts the reward processes and connects to the replicas. Raises ConfigError."""
-        recipe, rollout = self._recipe, self._recipe.rollout
-        tokenizer = load_tokenizer(recipe.model)
-        self._sampling = SamplingParams(
-            temperature=rollout.sampling.temperature,
-            top_p=rollout.sampling.top_p,
-            top_k=rollout.sampling.top_k,
-            max_tokens=rollout.sampling.max_response_tokens,
-            stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.stop),
-            experts=recipe.trainer.router_replay == "rollout",
-            kept=rollout.sampling.keep_sets,
-        )
-        chat = Chat(tokenizer, recipe.model, rollout.tool_use.parser)
-        tools = await asyncio.to_thread(prompt_tools, recipe, tokenizer)  # it may wait for MCP servers
-        self._renderer = PromptRenderer(tokenizer, recipe.model, tools)
-        self._environment = build_environment(recipe, chat)
-        self._rewards.decode_with(chat.plain_decoder)
-        await self._rewards.start()
-        self._user_code = UserCode()
-        if isinstance(self._environment, Managed):
-            await self._of_environment("its start", self._environment.start, recipe.ray.start_timeout_s)
-        self._failure = asyncio.get_running_loop().create_future()
+        """Gets ready to generate and connects to the replicas. Raises ConfigError."""
         self.client = self._new_client("groups", self._replicas, states=("serving", "held"), waits=True)
-        self._pools = {key: self._pool_client(key) for key in recipe.pools if self._train is not None}
-        if (asked := self._pools.get("judge")) is not None:
-            self._judge = Judge(recipe.reward.judge, recipe.judge.model, asked)
-        self._observe()
-        stop = stop_texts(tokenizer, rollout.stop)
-        self._tools = SessionTools(self.client, chat, self._score, stop)
+        self._watch.follow(self.client)
+        self._pools = {key: self._pool_client(key) for key in self._recipe.pools if self._train is not None}
+        self._maker = GroupMaker(self._recipe, self.client, self._pools, self._watch)
+        await self._maker.start()
+        self._failure = asyncio.get_running_loop().create_future()
         return await self.stats()
 
     async def run(self) -> None:
         """Generates until `stop`. Raises the error that ended one of its loops."""
         failure = self._failure
         assert failure is not None, "start comes first"
-        self._time = ReplicaTime(time.monotonic())  # the replicas serve now: their start is nobody's lost time
-        self._observe()
+        self._watch.begin()
         work = {"admission": self._admit(), "client": self.client.watch(), "garbage": PauselessCollector().run()}
         work |= {f"client of the {key}": client.watch() for key, client in self._pools.items()}
         loops = [asyncio.create_task(loop, name=name) for name, loop in work.items()]
@@ -196,13 +152,11 @@ class Rollouter:
         """
         if table.generation >= self._replicas.generation:
             self._replicas = mine = table if own is None else table.only(own)
-            self._held = mine.those("held").keys()
-            self._asleep = {i for i, row in mine.those("serving").items() if row.asleep}
-            self._states = Counter(row.state for row in mine.rows.values())
+            self._watch.set_replicas(mine)
             self.client.set_replicas(mine, table)
             if self._lent is not None:
                 self._lent.set_replicas(table)
-            self._observe()
+            self._watch.observe()
             await self.client.handed_over()
 
     async def set_pool(self, key: str, table: ReplicaTable) -> None:
@@ -221,8 +175,8 @@ class Rollouter:
         """Answers every prompt of a held-out set `eval.samples` times, with the version that the replicas serve now.
 
         Args:
-            table: its leased replicas answer, and do nothing else; those that serve, beside the rollouts, where none is
-                leased. None: the replicas of this rollouter's groups.
+            table: its leased replicas answer, and do nothing else; where none is leased those that serve, which also
+                answer the rollouts. None: the replicas of this rollouter's groups.
 
         Raises what `answer_held_out` raises.
         """
@@ -237,17 +191,20 @@ class Rollouter:
                 waits=False,
             )
         )
-        tools = self._tools if lent is None else replace(self._tools, client=lent)
+        tools, of_groups = self._maker.tools, self._maker.sampling
+        if lent is not None:
+            tools = replace(tools, client=lent)
         sampling = SamplingParams(
             temperature=config.temperature,
-            max_tokens=self._sampling.max_tokens,
-            stop_token_ids=self._sampling.stop_token_ids,
+            max_tokens=of_groups.max_tokens,
+            stop_token_ids=of_groups.stop_token_ids,
         )
 
         async def attempt(index: int, number: int) -> Trajectory:
             words = (seed, index, number) if number else (seed, index)
             session = RolloutSession(tools, sampling, "", _seed(*words))
-            return await self._trajectory(Task(prompts.rows[index], prompts.prompt_ids[index], index, number), session)
+            task = Task(prompts.rows[index], prompts.prompt_ids[index], index, number)
+            return await self._maker.trajectory(task, session)
 
         self._lent = lent
         try:
@@ -279,7 +236,7 @@ class Rollouter:
             workers_cpu_s=self._cpu.below_s(),
             reprefilled_tokens=self.client.reprefilled_tokens,
             cancelled_groups=self._cancelled,
-            replica_s={str(cause): seconds for cause, seconds in self._observe().items()},
+            replica_s={str(cause): seconds for cause, seconds in self._watch.observe().items()},
         )
 
     async def stop(self) -> None:
@@ -293,13 +250,7 @@ class Rollouter:
         await asyncio.gather(*tasks, return_exceptions=True)
         for client in (self.client, *self._pools.values()):
             await client.close()
-        await self._rewards.close()
-        if isinstance(self._environment, Managed):
-            try:
-                await self._of_environment("its close", self._environment.close, CLOSE_WAIT_S)
-            except Exception:  # task boundary: what the close of a user's environment raises keeps nothing from ending
-                logger.warning("the environment could not be closed", exc_info=True)
-        await self._user_code.close()
+        await self._maker.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -316,7 +267,7 @@ class Rollouter:
             states=states,
             waits_for_replacements=waits,
             max_lost=self._recipe.recovery.replicas_per_response(rollout.num_replicas),
-            on_change=self._observe if waits else lambda: None,
+            on_change=self._watch.observe if waits else lambda: None,
         )
 
     def _pool_client(self, key: str) -> GenerationClient:
@@ -341,8 +292,12 @@ class Rollouter:
         Stops when: `stop` is called, or a call of the queue fails, which ends the rollouter.
         """
         assert self._failure is not None, "start comes first"
+        assert self._queue is not None, "without a queue it is not run"
+        groups_per_step = self._recipe.batch.groups_per_step
         while True:
-            admission = await self._queue.admit(self._recipe.batch.groups_per_step, ADMIT_WAIT_S)
+            admission = await self._queue.call(
+                ADMIT_WAIT_S + CALL_TIMEOUT_S, MessageQueue.admit, groups_per_step, ADMIT_WAIT_S, self._client_id
+            )
             if self._failure.done():
                 return  # `stop` has already cancelled the groups: a new one would never end
             # Cancellations first: they free requests on the replicas for the groups that begin now.
@@ -353,14 +308,14 @@ class Rollouter:
                 self._begin(ticket, partials.get(_key(ticket), ()))
 
     def _begin(self, ticket: Ticket, partials: Sequence[PartialTrajectory]) -> None:
-        size = self._recipe.batch.group_size
+        maker, size = self._maker, self._recipe.batch.group_size
         begun = (*partials, *[PartialTrajectory()] * size)[:size]
         seeds = [_seed(self._recipe.run.seed, ticket.ordinal, ticket.attempt, i) for i in range(size)]
         running = RunningGroup(
             ticket,
             tuple(
                 RolloutSession(
-                    self._tools, self._sampling, f"group-{ticket.ordinal}", seed, partial.calls, self._spans.of(ticket)
+                    maker.tools, maker.sampling, f"group-{ticket.ordinal}", seed, partial.calls, self._spans.of(ticket)
                 )
                 for seed, partial in zip(seeds, begun, strict=True)
             ),
@@ -396,169 +351,61 @@ class Rollouter:
         Unblocked by: tokens that the replicas stream, rewards.
         Stops when: the ticket is answered; `stop` and `_cancel` cancel the task.
         """
+        assert self._queue is not None, "it has a ticket"
         ticket = running.ticket
         row = self._row(ticket)
         try:
-            group = await self._generate(running, row)
+            group = await self._maker.make(running, row)
         except Exception as e:  # noqa: BLE001 - task boundary: an error of the environment or reward fails the group
             logger.warning("group %d attempt %d failed: %s", ticket.ordinal, ticket.attempt, summary(e))
             reason = traceback.format_exc()[-MAX_REASON_CHARS:]
-            again = await _unless_cancelled(self._queue.nack(ticket, reason))
+            again = await _unless_cancelled(self._queue.call(CALL_TIMEOUT_S, MessageQueue.nack, ticket, reason))
             if not again:
                 self._quarantine.add(ticket, row, reason)
             return
-        await _unless_cancelled(self._queue.put(ticket, group))
+        await _unless_cancelled(self._put(ticket, group))
         self._spans.write(ticket, [session.spans for session in running.sessions])
-        await self._samples.offer(group, ticket, row, self._tools.chat.decode)
+        await self._samples.offer(group, ticket, row, self._maker.tools.chat.decode)
+
+    async def _put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
+        """As `MessageQueue.put`. Puts that arrive during a call are sent together in the next call: a call costs more
+        than a small group."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting_puts.append(_Put(ticket, group, done))
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send_puts(), name="puts")
+        await done
+
+    async def _send_puts(self) -> None:
+        """Sends until no put waits; every put gets its own outcome."""
+        assert self._queue is not None, "it has groups"
+        while self._waiting_puts:
+            waiting, self._waiting_puts = self._waiting_puts, []
+            batch = [put for put in waiting if not put.done.cancelled()]  # the others' groups were cancelled
+            if not batch:
+                continue
+            items = [(put.ticket, put.group) for put in batch]
+            try:
+                outcomes = await self._queue.call(CALL_TIMEOUT_S, MessageQueue.put_many, items)
+            except Exception as e:  # noqa: BLE001 - task boundary: every put of the batch raises it to its caller
+                outcomes = [e] * len(batch)
+            for put, outcome in zip(batch, outcomes, strict=True):
+                if put.done.cancelled():
+                    continue
+                if outcome is None:
+                    put.done.set_result(None)
+                else:
+                    put.done.set_exception(outcome)
+        self._sender = None
 
     def _row(self, ticket: Ticket) -> PromptRow:
         assert self._train is not None, "groups are of a training set"
         assert self._stream is not None, "and in its order"
         return self._train.rows[self._stream.row_index(ticket.ordinal)]
 
-    async def _generate(self, running: RunningGroup, row: PromptRow) -> TrajectoryGroup:
-        """All trajectories of the group at once, each validated. Raises what the first failed one raises."""
-        ticket, done = running.ticket, running.done
-        prompt_ids = self._renderer.prompt_ids(row)
-
-        async def one(i: int) -> Trajectory:
-            trajectory = done[i]
-            if trajectory is None:
-                task = Task(row, prompt_ids, ticket.ordinal, i)
-                made = await self._trajectory(task, running.sessions[i])
-                self._require_recorded(made)
-                skipped = made.finish_reason == "length" and self._recipe.algorithm.overlong.mask_truncated
-                trajectory = made.untrained() if skipped else made
-            if (teacher := self._pools.get("teacher")) is not None:
-                top_k = self._recipe.algorithm.distillation.top_k
-                with self._working():
-                    taught = await with_teacher(trajectory, teacher, f"group-{ticket.ordinal}", top_k=top_k)
-                    trajectory = taught.validate()
-            done[i] = trajectory
-            return trajectory
-
-        trajectories = await all_at_once(one(i) for i in range(len(done)))
-        with self._working():
-            trajectories = await self._with_group_rewards(trajectories, row)
-        group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories))
-        longest, limit = max(map(len_of, group.sequences)), self._recipe.max_tokens_per_microbatch
-        if longest > limit:
-            raise ValueError(f"a trajectory of {longest} tokens is over trainer.max_tokens_per_microbatch={limit}")
-        return group
-
-    def _require_recorded(self, trajectory: Trajectory) -> None:
-        """Raises ValueError: an array that the engine records is to be trained with, and it has none; or it has
-        branches, and only one is to be trained."""
-        needed = {"experts": self._sampling.experts, "kept_ids": self._sampling.kept}
-        for sequence in trajectory.sequences:
-            lacking = [name for name, is_needed in needed.items() if is_needed and name not in sequence.extra]
-            if lacking and len(sequence.response_ids):
-                do = "let the environment keep `extra` of its generations"
-                raise ValueError(explain(f"train with {lacking[0]} of each token", "a trajectory without them", do))
-        if trajectory.branches and self._recipe.rollout.agent.train == "last_branch":
-            do = "set rollout.agent.train=all_branches, or let the environment return none"
-            raise ValueError(explain("train with rollout.agent.train=last_branch", "a trajectory with branches", do))
-
-    async def _score(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
-        """The reward of one response, with what the judge adds. Raises what either raises."""
-        config = self._recipe.reward.judge
-        if self._judge is None or config.pairwise:
-            return await self._rewards.score(self._readable(response), row)
-        if not isinstance(response, str):
-            response = self._tools.chat.decode(response)
-        result = await self._rewards.score(response, row)
-        verdict = await self._judge.score(response, row)
-        return RewardResult(*added(result.reward, result.parts, "judge", config.weight, verdict))
-
-    def _readable(self, response: str | np.ndarray) -> str | np.ndarray:
-        """Of token ids their text, where the reward processes cannot decode them."""
-        return response if isinstance(response, str) or self._rewards.decodes else self._tools.chat.decode(response)
-
-    async def _with_group_rewards(self, trajectories: Sequence[Trajectory], row: PromptRow) -> list[Trajectory]:
-        """The trajectories of one group, with what rewards that see all of it add. Raises what these raise."""
-        config, found = self._recipe.reward, list(trajectories)
-        if not config.group.function and (self._judge is None or not config.judge.pairwise):
-            return found
-        given: list[tuple[str, float, Sequence[RewardResult]]] = []
-        if config.group.function:
-            ids = [self._readable(trajectory.policy_ids) for trajectory in trajectories]
-            given.append(("group", config.group.weight, await self._rewards.score_group(ids, row)))
-        if self._judge is not None and config.judge.pairwise:
-            responses = [self._tools.chat.decode(trajectory.policy_ids) for trajectory in trajectories]
-            given.append(("judge", config.judge.weight, await self._judge.compare(responses, row)))
-        for name, weight, results in given:
-            for i, result in enumerate(results):
-                reward, parts = added(found[i].reward, found[i].reward_parts, name, weight, result)
-                found[i] = replace(found[i], reward=reward, reward_parts=parts).validate()
-        return found
-
-    async def _trajectory(self, task: Task, session: RolloutSession) -> Trajectory:
-        """The trajectory that the environment returns for `task`, validated. Raises what `UserCode.call` raises."""
-
-        async def made() -> Trajectory:
-            return (await self._environment.run(task, session)).normalized().validate()
-
-        began = time.time()
-        session.clock = ActiveClock(self._recipe.rollout.trajectory_timeout_s)
-        with self._working():
-            try:
-                return await self._of_environment(
-                    f"trajectory {task.index} of prompt {task.ordinal} ({task.row.origin})",
-                    made,
-                    session.clock,
-                    do="see what it waits for, or raise rollout.trajectory_timeout_s",
-                )
-            finally:
-                session.close()
-                if session.spans is not None:
-                    session.spans.append(("trajectory", began, time.time(), {}))
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """A trajectory or a group is in progress: replicas without a request wait for it."""
-        self._open += 1
-        try:
-            yield
-        finally:
-            self._open -= 1
-            if len(self.client.busy) < self._states["serving"] + self._states["held"]:  # else none waits for anything
-                self._observe()
-
-    def _observe(self) -> Mapping[ReplicaCause, float]:
-        """Books the time of the replicas up to now; returns their seconds by cause."""
-        client, counted, held, asleep = self.client, self._states, self._held, self._asleep
-        held_busy = len(client.busy & held)
-        use = ReplicaUse(
-            serving=counted["serving"] - len(asleep),
-            busy=len(client.busy) - held_busy - len(client.busy & asleep),
-            held=counted["held"],
-            held_busy=held_busy,
-            leased=counted["leased"],
-            asleep=len(asleep),
-            absent=counted["starting"] + counted["newcomer"] + counted["suspended"] + counted["dead"],
-            working=max(0, self._open - client.in_flight),
-        )
-        return self._time.observe(time.monotonic(), use)
-
-    async def _of_environment(
-        self,
-        asked: str,
-        work: Callable[[], Awaitable[T]],
-        limit: float | ActiveClock,
-        do: str = "see what it waits for",
-    ) -> T:
-        code = f"environment {self._recipe.rollout.environment}"
-        clock = limit if isinstance(limit, ActiveClock) else ActiveClock(limit)
-        return await self._user_code.call(asked, code, work, clock=clock, do=do)
-
 
 def _key(ticket: Ticket) -> tuple[int, int]:
     return ticket.ordinal, ticket.attempt
-
-
-def len_of(trajectory: Trajectory) -> int:
-    """Tokens of prompt and response."""
-    return len(trajectory.prompt_ids) + len(trajectory.response_ids)
 
 
 async def _unless_cancelled(call: Awaitable[T]) -> T:

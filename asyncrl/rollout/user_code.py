@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from asyncrl.errors import DeadlineExceeded, explain
-from asyncrl.remote.bell import Bell
+from asyncrl.remote.tasks import LimitedEvent
 from asyncrl.rollout.active_clock import ActiveClock
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ class UserCode:
         task = asyncio.create_task(_outcome(work), name=code)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
-        ended, late = Bell(), False
-        task.add_done_callback(lambda _: ended.ring())
+        ended, late = LimitedEvent(), False
+        task.add_done_callback(lambda _: ended.set())
         try:
             while not task.done() and not late:
                 await ended.wait(clock.look_s())

@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.errors import GenerationError
-from asyncrl.rollout.generation import GenerationClient, OnChunk
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.rollout.replica_link import OnChunk
 from asyncrl.rollout.router import Affinity, prefix_blocks
 from asyncrl.serving.places import PlaceQueue
 from asyncrl.types import Generation, ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, SamplingParams

@@ -1,5 +1,5 @@
 """The server of a run (`rollout.serve`): answers clients that are not part of the run, from the run's replicas. Runs as
-a Ray actor on the driver's machine, which `serving.run_server_supervisor` replaces when it dies.
+a Ray actor on the driver's machine, which `driver.fleet.server_keeper` replaces when it dies.
 
     client --HTTP--> Api --> Fleet --> PlaceQueue --> GenerationClient --> Replica[0..R) of the run
 

@@ -12,6 +12,7 @@ from asyncrl.checkpoint.store import CheckpointStore, RunState
 from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, StorageError
+from asyncrl_testing.local import LocalActor
 
 pytestmark = pytest.mark.concurrency
 
@@ -31,7 +32,7 @@ class Part:
     async def capture(self, *args):
         self.captured.append(args)
 
-    async def save(self, directory, timeout_s):
+    async def save(self, directory, timeout_s=None):
         self.writing.set()
         await self.go.wait()
         self.writing.clear()
@@ -41,7 +42,7 @@ class Part:
         (directory / "state").write_text("state")
         return {"state": FileDigest.of(directory / "state")}
 
-    async def ping(self, timeout_s):
+    async def ping(self, timeout_s=None):
         if self.silent is not None:
             raise self.silent
         return 0.0
@@ -54,8 +55,8 @@ class Rig:
         self.writer = CheckpointWriter(
             CheckpointConfig(**settings),
             self.store,
-            Part(),
-            self.queue,
+            Part().partials,
+            LocalActor(self.queue),
             self.trainers,
             on_event=lambda event: self.events.append((event.kind, event.step)),
         )

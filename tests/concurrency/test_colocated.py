@@ -25,6 +25,7 @@ from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.fake_fleet import GOOD, FakeTrainer
+from asyncrl_testing.local import LocalActor
 from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, until
 
 pytestmark = pytest.mark.concurrency
@@ -155,7 +156,7 @@ class Rig:
         return Coordinator(
             self.recipe,
             Parts(
-                queue=self.queue,
+                queue=LocalActor(self.queue),
                 trainers=self.trainers,
                 rollouter=self.rollouter,
                 replicas=self.pool,

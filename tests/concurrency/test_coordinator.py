@@ -34,6 +34,7 @@ from asyncrl.types import (
     TrainMetrics,
 )
 from asyncrl_testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
+from asyncrl_testing.local import LocalActor
 
 pytestmark = pytest.mark.concurrency
 
@@ -83,12 +84,12 @@ async def _set_within(event, wait_s):
 
 
 class Part:
-    async def save(self, where, timeout_s):
+    async def save(self, where, timeout_s=None):
         where.mkdir(parents=True)
         (where / "state").write_text("state")
         return {}
 
-    async def ping(self, timeout_s):
+    async def ping(self, timeout_s=None):
         return 0.25
 
 
@@ -234,7 +235,7 @@ class Rig:
         self.trainer, self.fleet = FakeTrainer(), Fleet(2)
         self.checkpoints = CheckpointStore(tmp_path / "checkpoints", keep=2)
         parts = Parts(
-            queue=self.queue,
+            queue=LocalActor(self.queue),
             trainers=self.trainers,
             rollouter=self.rollouter,
             replicas=self.fleet,
@@ -717,7 +718,7 @@ async def test_replicas_that_cannot_be_replaced_end_the_run_with_their_error(tmp
 async def test_a_part_that_answers_no_health_check_ends_the_run_with_its_error(tmp_path, part):
     rig = await _waiting(tmp_path, "groups")
 
-    async def dead(timeout_s):
+    async def dead(timeout_s=None):
         raise ProcessDied(f"{part} is gone")
 
     setattr(getattr(rig, part), "stats" if part == "rollouter" else "ping", dead)

@@ -20,6 +20,7 @@ from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.types import EvalResult
 from asyncrl_testing.fake_fleet import FakeReplica, FakeTrainer
+from asyncrl_testing.local import LocalActor
 from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers
 
 pytestmark = pytest.mark.concurrency
@@ -118,7 +119,7 @@ class Rig:
         await self.pool.set_listener(self._route)
         await self.pool.start()
         parts = Parts(
-            queue=self.queue,
+            queue=LocalActor(self.queue),
             trainers=self.trainers,
             rollouter=self.rollouter,
             replicas=self.pool,
@@ -343,7 +344,7 @@ async def test_an_error_of_the_run_ends_the_evaluation_too(tmp_path):
     await rig.start()
     await held.begun.wait()
 
-    async def dead(timeout_s):
+    async def dead():
         raise ProcessDied("queue is gone")
 
     rig.queue.ping = dead

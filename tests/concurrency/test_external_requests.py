@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from asyncrl.driver.fleet.server_keeper import RunServerTimes, ServerKeeper
 
 from asyncrl.config.load import load_recipe
-from asyncrl.driver.fleet.run_server_supervisor import RunServerSupervisor, RunServerTimes
 from asyncrl.driver.preflight import check_server
-from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError, ProcessDied
+from asyncrl.errors import ConfigError, GenerationError, ProcessDied
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.inference.replica import Replica
 from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.types import GenerationRequest, ReplicaTable, RunServerStats, SamplingParams
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
-from asyncrl_testing.local import publish
+from asyncrl_testing.local import LocalActor, publish
 
 pytestmark = pytest.mark.concurrency
 
@@ -168,7 +168,7 @@ class ScriptedServer:
         self.start_error, self.hangs, self.tables = None, False, []
         self.refused, self.port = 0, None
 
-    async def start(self, port, timeout_s):
+    async def start(self, port):
         self.port = port
         if self.start_error is not None:
             raise self.start_error
@@ -177,22 +177,21 @@ class ScriptedServer:
     async def run(self):
         await asyncio.shield(self.ended_with)
 
-    async def set_replicas(self, table, timeout_s):
+    async def set_replicas(self, table):
         self.tables.append(table.generation)
 
-    async def stats(self, timeout_s):
+    async def stats(self):
         if self.hangs:
-            await asyncio.sleep(timeout_s)
-            raise DeadlineExceeded("no answer")
+            await asyncio.Event().wait()
         return self._stats()
 
-    async def stop(self, timeout_s):
+    async def stop(self):
         self.ended_with.set_result(None)
 
     def kill(self):
         self.log.append(("killed", self.client_id))
 
-    async def ended(self, timeout_s):
+    async def ended(self):
         pass
 
     def _stats(self):
@@ -201,7 +200,7 @@ class ScriptedServer:
 
 @pytest.fixture
 def supervised(tmp_path):
-    """make(max_restarts, *start_errors) -> (supervisor, servers, log, discovery file)."""
+    """make(max_restarts, *start_errors) -> (keeper, servers, log, discovery file)."""
 
     def make(max_restarts=3, *start_errors):
         servers, log, errors = [], [], list(start_errors)
@@ -209,14 +208,14 @@ def supervised(tmp_path):
         def spawn(client_id):
             servers.append(ScriptedServer(client_id, log))
             servers[-1].start_error = errors.pop(0) if errors else None
-            return servers[-1]
+            return LocalActor(servers[-1])
 
         async def forget(client_id):
             log.append(("forgotten", client_id))
 
         file = tmp_path / "serving.json"
         file.write_text("of a run that was killed")
-        supervisor = RunServerSupervisor(
+        keeper = ServerKeeper(
             spawn,
             forget,
             port=0,
@@ -224,21 +223,21 @@ def supervised(tmp_path):
             times=RunServerTimes(5, 0.01, 0.05, restart_delay_s=0.0),
             discovery_file=file,
         )
-        return supervisor, servers, log, file
+        return keeper, servers, log, file
 
     return make
 
 
 @pytest.mark.parametrize("how", ["died", "hangs", "ended", "broken"])
 async def test_a_lost_server_is_replaced_under_its_port_and_its_requests_are_dropped(supervised, how):
-    supervisor, servers, log, file = supervised()
-    supervisor.start()
+    keeper, servers, log, file = supervised()
+    keeper.start()
     assert not file.exists(), "left by a killed run"
-    supervisor.set_replicas(ReplicaTable(5))
-    await until(lambda: servers and servers[0].tables == [5] and supervisor.report.up)
+    keeper.set_replicas(ReplicaTable(5))
+    await until(lambda: servers and servers[0].tables == [5] and keeper.report.up)
     servers[0].refused = 7
-    await until(lambda: supervisor.report.refused == 7)
-    assert (supervisor.report.running, supervisor.report.waiting) == (1, 2)
+    await until(lambda: keeper.report.refused == 7)
+    assert (keeper.report.running, keeper.report.waiting) == (1, 2)
     if how == "hangs":
         servers[0].hangs = True
     elif how == "ended":
@@ -246,27 +245,27 @@ async def test_a_lost_server_is_replaced_under_its_port_and_its_requests_are_dro
     else:
         error = ProcessDied("gone") if how == "died" else KeyError("a defect")
         servers[0].ended_with.set_exception(error)
-    await until(lambda: len(servers) == 2 and servers[1].tables == [5] and supervisor.report.up)
+    await until(lambda: len(servers) == 2 and servers[1].tables == [5] and keeper.report.up)
     assert servers[1].port == 4711, "of the first one"
     assert servers[0].client_id != servers[1].client_id
     assert log == [("killed", servers[0].client_id), ("forgotten", servers[0].client_id)]
-    report = supervisor.report
+    report = keeper.report
     assert (report.up, report.refused, report.restarts) == (True, 7, 1)
-    await supervisor.stop(5)
+    await keeper.stop(5)
     assert ("killed", servers[1].client_id) in log
     assert len(servers) == 2
 
 
 async def test_a_server_that_never_starts_costs_the_run_nothing_but_a_line_in_the_log(supervised, caplog):
-    supervisor, servers, _, _ = supervised(1, ConfigError("the port is taken"), ConfigError("the port is taken"))
-    supervisor.start()
-    supervisor.set_replicas(ReplicaTable(1))
+    keeper, servers, _, _ = supervised(1, ConfigError("the port is taken"), ConfigError("the port is taken"))
+    keeper.start()
+    keeper.set_replicas(ReplicaTable(1))
     await until(lambda: "stays down" in caplog.text)
     assert len(servers) == 2
-    assert not supervisor.report.up
-    supervisor.set_replicas(ReplicaTable(2))
+    assert not keeper.report.up
+    keeper.set_replicas(ReplicaTable(2))
     began = time.monotonic()
-    await supervisor.stop(5)
+    await keeper.stop(5)
     assert time.monotonic() - began < 2
 
 

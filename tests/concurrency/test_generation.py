@@ -10,7 +10,8 @@ from asyncrl.data.stop_strings import StopTexts
 from asyncrl.errors import GenerationError, ProcessDied, WeightTransferError
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.active_clock import ActiveClock
-from asyncrl.rollout.generation import Draft, GenerationClient
+from asyncrl.rollout.draft import Draft
+from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import Generation, Manifest, SamplingParams, Segment
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import NO_SOURCE, LocalReplicaChannel, Rows, publish
@@ -182,7 +183,7 @@ async def test_the_wait_for_a_place_does_not_count():
 
 
 async def test_the_wait_for_a_place_has_an_end_at_a_replica_that_streams_other_responses(monkeypatch):
-    monkeypatch.setattr("asyncrl.rollout.generation.LONGEST_QUEUE", 1.0)
+    monkeypatch.setattr("asyncrl.rollout.replica_link.LONGEST_QUEUE", 1.0)
     async with Fleet(1, request_timeout_s=0.5, tick_s=0.005, num_slots=1) as fleet:
         await fleet.publish(0)
         asked = (fleet.client.generate(PROMPT, SamplingParams(max_tokens=20)) for _ in range(100))

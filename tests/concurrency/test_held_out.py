@@ -119,7 +119,7 @@ async def test_an_evaluation_ends_at_its_deadline_and_leaves_nothing_on_the_repl
 
 async def test_an_evaluation_of_which_nothing_came_is_no_result(tmp_path, tokenizer):
     async with evaluating(tmp_path, tokenizer) as rollouter:
-        rollouter._trajectory = _raises
+        rollouter._maker.trajectory = _raises
         with pytest.raises(GenerationError, match=r"all 4 prompts failed.*no such"):
             await rollouter.evaluate("held_out", 0, 20, rollouter.rows.table)
 
@@ -214,7 +214,7 @@ async def test_requests_that_a_withdrawn_replica_never_got_go_elsewhere():
 
 
 async def test_a_withdrawn_replica_that_does_not_answer_is_waited_for_only_so_long(monkeypatch):
-    monkeypatch.setattr("asyncrl.rollout.generation.HAND_OVER_S", 0.1)
+    monkeypatch.setattr("asyncrl.rollout.replica_link.HAND_OVER_S", 0.1)
     async with Fleet(tick_s=0.002, waits=True) as fleet:
         await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]

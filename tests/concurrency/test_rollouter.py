@@ -23,7 +23,7 @@ from asyncrl.inference.replica import Replica
 from asyncrl.rollout import rollouter as rollouter_module
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.rollout.sample_files import RolloutFiles
-from asyncrl.rollout.sessions import RolloutSession, SessionTools
+from asyncrl.rollout.sessions import RolloutSession
 from asyncrl.types import (
     Admission,
     Generation,
@@ -35,7 +35,7 @@ from asyncrl.types import (
     Trajectory,
 )
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
-from asyncrl_testing.local import LocalReplicaChannel, Rows, publish
+from asyncrl_testing.local import LocalActor, LocalReplicaChannel, Rows, publish
 
 pytestmark = pytest.mark.concurrency
 
@@ -109,18 +109,22 @@ class Queue:
     def give(self, *tickets, **rest):
         self.admissions.put_nowait(Admission(tuple(tickets), **rest))
 
-    async def admit(self, limit, wait_s):
+    async def admit(self, limit, wait_s, client_id):
         try:
             return await asyncio.wait_for(self.admissions.get(), wait_s)
         except TimeoutError:
             return Admission()
 
-    async def put(self, ticket, group):
+    async def put_many(self, items):
+        return [self._put(*item) for item in items]
+
+    def _put(self, ticket, group):
         if ticket in self.refuse:
             self.refused.set()
-            raise LedgerError("it is not running")
+            return LedgerError("it is not running")
         self.put_groups[ticket] = group.validate()
         self.changed.set()
+        return None
 
     async def nack(self, ticket, reason):
         self.nacks.append((ticket, reason))
@@ -186,7 +190,7 @@ class Rig:
         replica = Replica(replica_id, lambda: self.engine, gate_timeout_s=5)
         await replica.start()
         await publish(replica, publish_id, version)
-        rollouter = Rollouter(self.spec, queue, f"rollouter-{replica_id}")
+        rollouter = Rollouter(self.spec, LocalActor(queue), f"rollouter-{replica_id}")
         await rollouter.start()
         rollouter.rows = Rows()
         await rollouter.set_replicas(rollouter.rows.put(replica_id, LocalReplicaChannel(replica), version=version))
@@ -300,7 +304,7 @@ async def test_a_session_drops_its_record_from_the_first_other_prompt_on(tmp_pat
 
     async with rig.start(queue, version=4) as rollouter:
         recorded = (call(1, 2), call(1, 2, 3), call(1, 2, 3, 4, reason="abort"))
-        tools = SessionTools(rollouter.client, rollouter._tools.chat, rollouter._rewards.score)
+        tools = replace(rollouter._maker.tools, stop=None)
         session = RolloutSession(tools, SamplingParams(max_tokens=5), "", 0, recorded)
         assert session.calls == recorded
         assert (await session.generate([1, 2])).token_ids.tolist() == [50, 51]
@@ -384,7 +388,7 @@ async def test_a_group_that_will_be_tried_again_is_not_quarantined(tmp_path, tok
 async def test_the_death_of_the_queue_ends_the_rollouter_with_its_name(tmp_path, tokenizer):
     rig, queue = Rig(tmp_path, tokenizer), Queue()
 
-    async def dead(limit, wait_s):
+    async def dead(limit, wait_s, client_id):
         raise ProcessDied("gone").of(Process("message queue"))
 
     queue.admit = dead

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncrl.environments.single_turn import SingleTurn
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
-from asyncrl.rollout import rollouter as rollouter_module
+from asyncrl.rollout import group_maker
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.user_code import UserCode
 from asyncrl.types import Admission, Ticket
@@ -118,14 +118,14 @@ class Source:
     def __init__(self):
         self.nacks = []
 
-    async def admit(self, limit, wait_s):
+    async def admit(self, limit, wait_s, client_id):
         if self.queue is None:
             await asyncio.sleep(0.001)
             return Admission()
-        return await self.queue.admit(limit, min(wait_s, 0.02))
+        return await self.queue.admit(limit, min(wait_s, 0.02), client_id)
 
-    async def put(self, ticket, group):
-        await self.queue.put(ticket, group)
+    async def put_many(self, items):
+        return await self.queue.put_many(items)
 
     async def nack(self, ticket, reason):
         self.nacks.append((ticket, reason))
@@ -227,7 +227,7 @@ async def is_stopped(bench, case):
     await bench.stop()
     assert not bench.source.nacks
     running = (await queue.counts()).running
-    assert await queue.take_back_all("it was stopped", "") == running > 0, "its tickets are still out"
+    assert await queue.take_back_all("it was stopped", "rollouter-0") == running > 0, "its tickets are still out"
 
 
 async def is_evaluated(bench, case):
@@ -363,7 +363,7 @@ class Held(SingleTurn):
 async def test_an_environment_that_exits_in_its_start_is_told_and_one_that_hangs_in_its_close_is_left(
     tmp_path, tokenizer, monkeypatch
 ):
-    monkeypatch.setattr(rollouter_module, "CLOSE_WAIT_S", 0.05)
+    monkeypatch.setattr(group_maker, "CLOSE_WAIT_S", 0.05)
     rig = Rig(tmp_path, tokenizer, f"rollout.environment={__name__}:Held")
     Held.bad = "start"
     with pytest.raises(RuntimeError, match="raised SystemExit"):

@@ -21,6 +21,7 @@ from asyncrl.queue.guard import MAX_SEVERITY, GuardReading, LagReading, OffPolic
 from asyncrl.types import LedgerCounts
 from asyncrl.types.guard import LAG_BUCKETS, LAST_OF_BUCKET, GuardState
 from asyncrl.types.metrics import Metric
+from asyncrl_testing.local import LocalActor
 
 pytestmark = pytest.mark.unit
 
@@ -257,7 +258,7 @@ def loop_of(tmp_path, *overrides):
     def told():
         return [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
 
-    return GuardLoop(recipe, queue, events), queue, told
+    return GuardLoop(recipe, LocalActor(queue), events), queue, told
 
 
 def far(lag_max):

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_recipe
+from asyncrl.config.threads import local_cores
 from asyncrl.driver import preflight
 from asyncrl.driver.preflight import check_packages, check_recipe, describe
-from asyncrl.driver.trainer_plan import local_cores
 from asyncrl.errors import ConfigError, DataError
 from tests.environments import QWEN, tokenizer_with
 from tests.unit.test_recipes import ROOT

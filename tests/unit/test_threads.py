@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.load import load_recipe
-from asyncrl.config.threads import rank_threads, trainer_threads
+from asyncrl.config.threads import local_cores, rank_threads, trainer_threads
 from asyncrl.driver import actors
-from asyncrl.driver.trainer_plan import local_cores
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.trainer_spec import TrainerSpec
 

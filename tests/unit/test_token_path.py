@@ -21,7 +21,7 @@ from asyncrl.inference.cpu_time import CpuTime
 from asyncrl.inference.replica import Outbox
 from asyncrl.remote.garbage import PauselessCollector
 from asyncrl.rollout.draft import Draft
-from asyncrl.rollout.generation import COLLECT_S, COLLECT_SHARE, collection_interval_s
+from asyncrl.rollout.replica_link import COLLECT_S, COLLECT_SHARE, collection_interval_s
 from asyncrl.types import TokenChunk
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"

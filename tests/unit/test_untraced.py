@@ -6,8 +6,8 @@ import pytest
 from ray import cloudpickle
 from ray.util.tracing.tracing_helper import _inject_tracing_into_class
 
+from asyncrl.driver.actors import untraced
 from asyncrl.queue.message_queue import MessageQueue
-from asyncrl.remote.untraced import untraced
 from asyncrl.rollout.rollouter import Rollouter
 
 pytestmark = pytest.mark.unit

@@ -1,16 +1,18 @@
-"""The supervisor over scripted rollouters: what dies is replaced, what is no death of it is told."""
+"""The owner of rollouters over scripted ones: what dies is replaced, what is no death of it is told."""
 
 import asyncio
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from asyncrl.driver.fleet.rollout_supervisor import RolloutSupervisor
+from asyncrl.driver.fleet.rollouters import Rollouters, together
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, RunFailed
 from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.remote.waits import MESSAGE_QUEUE, ROLLOUTER, replica
-from asyncrl.types import EvalResult, RolloutStats
-from asyncrl_testing.local import Rows
+from asyncrl.types import EvalResult, ReplicaRow, ReplicaTable, RolloutStats
+from asyncrl_testing.local import LocalActor, Rows
 
 pytestmark = pytest.mark.concurrency
 
@@ -23,9 +25,19 @@ def late():
     return DeadlineExceeded("no answer").of(ROLLOUTER)
 
 
+STATES = st.sampled_from(["serving", "held", "starting", "leased", "dead"])
+
+
+class Control:
+    """The pool's control of a replica; what calls it goes by its name."""
+
+    def __init__(self, name):
+        self.handle = name
+
+
 class Scripted:
-    """A rollouter. `hangs`: stopped, answers nothing, also after it was killed; `start_error`: raised by its start;
-    `gate`: its start and evaluations wait for it."""
+    """A rollouter. `hangs`: stopped, answers nothing until the deadline of a call, also after it was killed;
+    `start_error`: raised by its start; `gate`: its start and evaluations wait for it."""
 
     def __init__(self, client_id, number):
         self.client_id, self.number = client_id, number
@@ -35,15 +47,16 @@ class Scripted:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def _answer(self, call, *, timeout_s=0.05):
+    async def _answer(self, call):
         self.calls.append(call)
-        if self.hangs:
-            await asyncio.sleep(timeout_s)
+        if self.hangs and call == "set_replicas":  # its deadline is long
             raise late()
+        if self.hangs:
+            await asyncio.Event().wait()
         if self.ended_with.done():
             await asyncio.shield(self.ended_with)
 
-    async def start(self, timeout_s):
+    async def start(self):
         await self.gate.wait()
         if self.start_error is not None:
             raise self.start_error
@@ -52,7 +65,7 @@ class Scripted:
     async def run(self):
         await asyncio.shield(self.ended_with)
 
-    async def evaluate(self, name, seed, timeout_s, leased):
+    async def evaluate(self, name, seed, timeout_s, table):
         self.calls.append("evaluate")
         gate = asyncio.ensure_future(self.gate.wait())
         await asyncio.wait([gate, self.ended_with], return_when=asyncio.FIRST_COMPLETED)
@@ -63,19 +76,19 @@ class Scripted:
     async def set_replicas(self, table, own):
         await self._answer("set_replicas")
         table = table if own is None else table.only(own)
-        self.known = {i: (row.handle, row.version) for i, row in table.those("serving", "held").items()}
+        self.known = {i: (row.handle.actor.handle, row.version) for i, row in table.those("serving", "held").items()}
         self.held = set(table.those("held"))
 
-    async def partials(self, timeout_s):
-        await self._answer("partials", timeout_s=timeout_s)
+    async def partials(self):
+        await self._answer("partials")
         return [self.number]
 
-    async def stats(self, timeout_s):
-        await self._answer("stats", timeout_s=timeout_s)
+    async def stats(self):
+        await self._answer("stats")
         return self._stats()
 
-    async def stop(self, timeout_s):
-        await self._answer("stop", timeout_s=timeout_s)
+    async def stop(self):
+        await self._answer("stop")
         if not self.ended_with.done():
             self.ended_with.set_result(None)
 
@@ -89,7 +102,7 @@ class Scripted:
             self.ended_with.set_exception(error or died())
             self.ended_with.exception()
 
-    async def ended(self, timeout_s):
+    async def ended(self):
         assert self.killed
 
     def _stats(self):
@@ -99,24 +112,25 @@ class Scripted:
 class Rig:
     """`script`: called with every new rollouter. The replicas 0 and 1 serve from the beginning."""
 
-    def __init__(self, *, max_restarts=3, script=lambda made: None):
+    def __init__(self, *, max_restarts=3, script=lambda made: None, kind=Scripted):
         self.made, self.events, self.taken, self.forgotten = [], [], [], []
         self.take_error = None
-        self.script = script
-        self.rows = Rows({0: "replica 0", 1: "replica 1"})
-        self.supervisor = RolloutSupervisor(
+        self.script, self.kind = script, kind
+        self.rows = Rows({0: Control("replica 0"), 1: Control("replica 1")})
+        self.rollouters = Rollouters(
             self.spawn,
             self.take_back,
             self.forget,
+            count=1,
             budget=RestartBudget(max_restarts, 3600),
             start_timeout_s=5,
             on_event=lambda event: self.events.append((event.kind, vars(event))),
         )
 
     def spawn(self, client_id):
-        self.made.append(Scripted(client_id, len(self.made)))
+        self.made.append(self.kind(client_id, len(self.made)))
         self.script(self.made[-1])
-        return self.made[-1]
+        return LocalActor(self.made[-1], ROLLOUTER)
 
     async def take_back(self, reason, client_id):
         assert self.made[-1].killed, "the old one is killed before its groups are issued again"
@@ -131,9 +145,9 @@ class Rig:
             raise died(replica(1))
 
     async def __aenter__(self):
-        await self.supervisor.set_replicas(self.rows.table)
-        assert (await self.supervisor.start(5)).replicas == (0, 1)
-        self.running = asyncio.create_task(self.supervisor.run())
+        await self.rollouters.set_replicas(self.rows.table)
+        assert (await self.rollouters.start(5)).replicas == (0, 1)
+        self.running = asyncio.create_task(self.rollouters.run())
         return self
 
     async def __aexit__(self, *_):
@@ -151,9 +165,9 @@ class Rig:
 async def test_a_death_is_answered_by_a_new_one_that_knows_the_replicas():
     async with Rig() as rig:
         first = rig.made[0]
-        assert rig.supervisor.client_id == first.client_id
-        await rig.supervisor.set_replicas(rig.rows.put(1, version=7))
-        await rig.supervisor.set_replicas(rig.rows.put(0, state="held"))
+        assert rig.rollouters.client_ids == (first.client_id,)
+        await rig.rollouters.set_replicas(rig.rows.put(1, version=7))
+        await rig.rollouters.set_replicas(rig.rows.put(0, state="held"))
         first.die()
         await rig.restarted()
         assert [kind for kind, _ in rig.events] == ["rollouter_failed", "rollouter_restarted"]
@@ -163,8 +177,8 @@ async def test_a_death_is_answered_by_a_new_one_that_knows_the_replicas():
         assert second.known == {0: ("replica 0", None), 1: ("replica 1", 7)}
         assert second.held == {0}
         assert (len(rig.taken), rig.forgotten) == (1, [first.client_id])
-        assert rig.supervisor.client_id == second.client_id != first.client_id
-        assert (await rig.supervisor.stats(1)).replicas == (0, 1)
+        assert rig.rollouters.client_ids == (second.client_id,) != (first.client_id,)
+        assert (await rig.rollouters.stats(1)).replicas == (0, 1)
         second.die()
         await rig.restarted(2)
         assert not rig.running.done()
@@ -172,12 +186,12 @@ async def test_a_death_is_answered_by_a_new_one_that_knows_the_replicas():
 
 async def test_one_that_answers_no_health_check_is_killed_and_replaced_though_its_death_is_never_told():
     async with Rig() as rig:
-        before = await rig.supervisor.stats(1)
+        before = await rig.rollouters.stats(1)
         rig.made[0].hangs = True
-        assert await rig.supervisor.stats(0.05) == before, "the last ones known"
+        assert await rig.rollouters.stats(0.05) == before, "the last ones known"
         await rig.restarted()
         assert rig.made[0].killed
-        assert (await rig.supervisor.stats(1)).pid == 1
+        assert (await rig.rollouters.stats(1)).pid == 1
 
 
 async def test_an_evaluation_begins_anew_when_its_rollouter_dies():
@@ -187,7 +201,7 @@ async def test_an_evaluation_begins_anew_when_its_rollouter_dies():
 
     async with Rig(script=script) as rig:
         rig.made[0].gate.clear()
-        evaluation = asyncio.create_task(rig.supervisor.evaluate("held_out", 0, 5))
+        evaluation = asyncio.create_task(rig.rollouters.evaluate("held_out", 0, 5))
         while "evaluate" not in rig.made[0].calls:
             await asyncio.sleep(0.001)
         rig.made[0].die()
@@ -206,7 +220,7 @@ async def test_an_evaluation_has_its_deadline_also_while_there_is_no_rollouter()
     async with Rig(script=script) as rig:
         rig.made[0].die()
         with pytest.raises(DeadlineExceeded, match="evaluate"):
-            await asyncio.wait_for(rig.supervisor.evaluate("held_out", 0, 0.1), 20)
+            await asyncio.wait_for(rig.rollouters.evaluate("held_out", 0, 0.1), 20)
 
 
 async def test_during_a_restart_replicas_come_and_go_and_questions_have_an_answer():
@@ -215,18 +229,18 @@ async def test_during_a_restart_replicas_come_and_go_and_questions_have_an_answe
             made.gate.clear()
 
     async with Rig(script=script) as rig:
-        last = await rig.supervisor.stats(1)
+        last = await rig.rollouters.stats(1)
         rig.made[0].die()
         while len(rig.made) < 2:
             await asyncio.sleep(0.001)
-        assert await rig.supervisor.partials(1) == []
-        assert await rig.supervisor.stats(1) == last
-        await rig.supervisor.set_replicas(rig.rows.drop(0))
-        await rig.supervisor.set_replicas(rig.rows.put(2, "replica 2", version=4))
+        assert await rig.rollouters.partials(1) == []
+        assert await rig.rollouters.stats(1) == last
+        await rig.rollouters.set_replicas(rig.rows.drop(0))
+        await rig.rollouters.set_replicas(rig.rows.put(2, Control("replica 2"), version=4))
         rig.made[1].gate.set()
         await rig.restarted()
         assert rig.made[1].known == {1: ("replica 1", None), 2: ("replica 2", 4)}
-        assert await rig.supervisor.partials(1) == [1]
+        assert await rig.rollouters.partials(1) == [1]
 
 
 async def test_what_changes_while_the_new_one_is_told_is_told_too():
@@ -239,16 +253,33 @@ async def test_what_changes_while_the_new_one_is_told_is_told_too():
                 entered.set()
                 await go_on.wait()
 
-    async with Rig() as rig:
-        rig.spawn = None
-        rig.supervisor._spawn = lambda client_id: rig.made.append(Slow(client_id, len(rig.made))) or rig.made[-1]
+    async with Rig(kind=Slow) as rig:
         rig.made[0].die()
         await asyncio.wait_for(entered.wait(), 20)
-        await rig.supervisor.set_replicas(rig.rows.drop(0, 1))
-        await rig.supervisor.set_replicas(rig.rows.put(1, "another 1", version=3))
+        await rig.rollouters.set_replicas(rig.rows.drop(0, 1))
+        await rig.rollouters.set_replicas(rig.rows.put(1, Control("another 1"), version=3))
         go_on.set()
         await rig.restarted()
         assert rig.made[1].known == {1: ("another 1", 3)}
+
+
+async def test_a_table_that_comes_while_the_new_one_is_told_of_another_pool_is_told_too():
+    entered, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Scripted):
+        async def set_pool(self, key, table):
+            if self.number == 1:
+                entered.set()
+                await go_on.wait()
+
+    async with Rig(kind=Slow) as rig:
+        await rig.rollouters.set_pool("judge", rig.rows.table)
+        rig.made[0].die()
+        await asyncio.wait_for(entered.wait(), 20)
+        await rig.rollouters.set_replicas(rig.rows.drop(0))
+        go_on.set()
+        await rig.restarted()
+        assert rig.made[1].known.keys() == {1}
 
 
 @pytest.mark.parametrize("how", ["dead", "hangs"])
@@ -258,7 +289,7 @@ async def test_a_rollouter_that_is_found_gone_when_it_is_told_something_is_repla
             rig.made[0].die()
         else:
             rig.made[0].hangs = True
-        await rig.supervisor.set_replicas(rig.rows.put(5, "replica 5", version=1))
+        await rig.rollouters.set_replicas(rig.rows.put(5, Control("replica 5"), version=1))
         await rig.restarted()
         assert rig.made[1].known.keys() == {0, 1, 5}
 
@@ -266,9 +297,9 @@ async def test_a_rollouter_that_is_found_gone_when_it_is_told_something_is_repla
 async def test_partials_that_come_too_late_are_done_without_and_nobody_is_killed():
     async with Rig() as rig:
         rig.made[0].hangs = True
-        assert await rig.supervisor.partials(0.02) == []
+        assert await rig.rollouters.partials(0.02) == []
         rig.made[0].hangs = False
-        assert await rig.supervisor.partials(1) == [0]
+        assert await rig.rollouters.partials(1) == [0]
         assert (len(rig.made), rig.made[0].killed) == (1, 0)
 
 
@@ -280,9 +311,9 @@ async def test_errors_of_others_and_of_its_own_loops_are_raised(error):
             await asyncio.wait_for(rig.running, 20)
         assert caught.value is error
         with pytest.raises(type(error)):
-            await rig.supervisor.stats(1)
+            await rig.rollouters.stats(1)
         with pytest.raises(type(error)):
-            await rig.supervisor.set_replicas(rig.rows.put(5, "replica 5", version=1))
+            await rig.rollouters.set_replicas(rig.rows.put(5, Control("replica 5"), version=1))
         assert (len(rig.made), rig.made[0].killed, rig.events) == (1, 0, [])
 
 
@@ -318,9 +349,9 @@ async def test_without_restarts_the_first_death_ends_the_run():
 
 async def test_a_stop_ends_the_run_and_leaves_no_process():
     async with Rig() as rig:
-        await rig.supervisor.stop(1)
+        await rig.rollouters.stop(1)
         await asyncio.wait_for(rig.running, 20)
-        await rig.supervisor.ended(1)
+        await rig.rollouters.ended(1)
         assert (len(rig.made), rig.made[0].killed, rig.events) == (1, 1, [])
 
 
@@ -333,7 +364,90 @@ async def test_a_stop_in_the_middle_of_a_restart_kills_the_new_one():
         rig.made[0].die()
         while len(rig.made) < 2:
             await asyncio.sleep(0.001)
-        await rig.supervisor.stop(1)
+        await rig.rollouters.stop(1)
         rig.running.cancel()
         await asyncio.gather(rig.running, return_exceptions=True)
         assert rig.made[1].killed
+
+
+@given(st.lists(STATES, min_size=1, max_size=12), st.integers(1, 5))
+def test_every_replica_belongs_to_one_part_and_no_rollouter_is_without(states, count):
+    table = ReplicaTable(1, {i: ReplicaRow(None, state, 0) for i, state in enumerate(states)})
+    able = table.those("serving", "held").keys()
+    parts = [table.part(index, count) for index in range(count)]
+    for i in table.rows:
+        others = [part for index, part in enumerate(parts) if i in part and index != i % count]
+        assert all(part == table.rows.keys() for part in others), "it is another one's, which has some of its own"
+    assert all(part & able for part in parts) or not able
+    own = parts[0]
+    assert table.only(own).rows == {i: row for i, row in table.rows.items() if i in own}
+
+
+class Two:
+    """Two rollouters over three replicas."""
+
+    def __init__(self):
+        self.made, self.taken, self.forgotten = [], [], []
+        self.restarted = asyncio.Event()
+        self.rows = Rows({i: Control(f"replica {i}") for i in range(3)})
+        self.rollouters = Rollouters(
+            self.spawn,
+            self.take_back,
+            self.forget,
+            count=2,
+            budget=RestartBudget(3, 3600),
+            start_timeout_s=5,
+            on_event=lambda event: event.kind == "rollouter_restarted" and self.restarted.set(),
+        )
+
+    def spawn(self, client_id):
+        self.made.append(Scripted(client_id, len(self.made)))
+        return LocalActor(self.made[-1], ROLLOUTER)
+
+    async def take_back(self, reason, client_id):
+        self.taken.append(client_id)
+        return 1
+
+    async def forget(self, client_id):
+        self.forgotten.append(client_id)
+
+    async def __aenter__(self):
+        await self.rollouters.set_replicas(self.rows.table)
+        await self.rollouters.start(5)
+        self.running = asyncio.create_task(self.rollouters.run())
+        return self
+
+    async def __aexit__(self, *_):
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+
+
+async def test_each_has_its_part_and_the_death_of_one_is_its_own():
+    async with Two() as rig:
+        first, second = rig.made
+        assert (first.known.keys(), second.known.keys()) == ({0, 2}, {1})
+        names = rig.rollouters.client_ids
+        assert names == (first.client_id, second.client_id)
+        assert sorted(await rig.rollouters.partials(1)) == [0, 1]
+        second.die()
+        await asyncio.wait_for(rig.restarted.wait(), 20)
+        assert rig.taken == [second.client_id], "the groups of the other one go on"
+        assert not first.killed
+        third = rig.made[2]
+        assert third.known.keys() == {1}
+        assert rig.rollouters.client_ids == (first.client_id, third.client_id)
+        await rig.rollouters.set_replicas(rig.rows.drop(1))
+        assert third.known.keys() == {0, 2}, "it has no replica of its own"
+        for _ in range(2):
+            await rig.rollouters.evaluate("held_out", 0, 5)
+        assert [made.calls.count("evaluate") for made in rig.made] == [1, 0, 1], "in turns"
+        await rig.rollouters.stop(1)
+        await asyncio.wait_for(rig.running, 5)
+
+
+def test_statistics_together():
+    one = RolloutStats(10, 1, 2, (0, 2), 100, 5, 1.5, 7, 1, {"generating": 3.0, "evaluation": 1.0}, 0.5)
+    other = RolloutStats(20, 3, 4, (1,), 100, 5, 0.5, 1, 0, {"generating": 2.0}, 0.25)
+    both = together([one, other])
+    assert both == RolloutStats(30, 4, 6, (0, 1, 2), 100, 5, 2.0, 8, 1, {"generating": 5.0, "evaluation": 1.0}, 0.75)
+    assert together([one]) == one

@@ -8,29 +8,20 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
+from asyncrl.driver.fleet.actor_channels import channels
 from asyncrl.errors import AsyncRLError, ProcessDied
+from asyncrl.remote.actor_client import ActorClient
 from asyncrl.remote.failure_policy import RestartBudget
+from asyncrl.remote.waits import FOREVER_S
+from asyncrl.serving.run_server import RunServer
 from asyncrl.types import ReplicaTable, RunServerReport, RunServerStats
 
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 10.0
 """Longest time for a killed server to exit, and so to free its port."""
-
-
-class RunServerProcess(Protocol):
-    """One server, as `serving.run_server_control.RunServerControl` reaches it."""
-
-    async def start(self, port: int, timeout_s: float) -> RunServerStats: ...
-    async def run(self) -> None: ...
-    async def set_replicas(self, table: ReplicaTable, timeout_s: float) -> None: ...
-    async def stats(self, timeout_s: float) -> RunServerStats: ...
-    async def stop(self, timeout_s: float) -> None: ...
-    def kill(self) -> None: ...
-    async def ended(self, timeout_s: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +34,7 @@ class RunServerTimes:
     restart_delay_s: float = 1.0
 
 
-class RunServerSupervisor:
+class ServerKeeper:
     """Owns the server's process, the budget of its restarts and the newest replica table. None of its methods raises,
     and none but `stop` waits for the server.
 
@@ -56,7 +47,7 @@ class RunServerSupervisor:
 
     def __init__(
         self,
-        spawn: Callable[[str], RunServerProcess],
+        spawn: Callable[[str], ActorClient[RunServer]],
         forget: Callable[[str], Awaitable[None]],
         *,
         port: int,
@@ -66,7 +57,7 @@ class RunServerSupervisor:
     ) -> None:
         """
         Args:
-            spawn: makes the process of a server from its client id; it is not started.
+            spawn: makes an actor from its client id; it is not started.
             forget: makes the replicas drop a dead client.
             port: of the recipe; 0 takes a free one, which later servers keep.
             discovery_file: removed while no server is up.
@@ -79,7 +70,7 @@ class RunServerSupervisor:
         self._file = discovery_file
         self._table = ReplicaTable()
         self._changed = asyncio.Event()
-        self._current: RunServerProcess | None = None
+        self._current: ActorClient[RunServer] | None = None
         self._task: asyncio.Task[None] | None = None
         self._stats: RunServerStats | None = None
         self._refused_before = 0
@@ -112,7 +103,7 @@ class RunServerSupervisor:
         current, task = self._current, self._task
         if current is not None and task is not None and self._up:
             try:
-                await current.stop(timeout_s)
+                await current.call(timeout_s, RunServer.stop)
                 await asyncio.wait([task], timeout=timeout_s)
             except AsyncRLError as error:
                 logger.info("while stopping: %s", error)
@@ -126,10 +117,10 @@ class RunServerSupervisor:
     async def _keep(self) -> None:
         while True:
             client_id = f"server-{uuid.uuid4().hex[:12]}"  # replicas refuse the clients that they were told to forget
-            current: RunServerProcess | None = None
+            current: ActorClient[RunServer] | None = None
             try:
                 current = self._current = self._spawn(client_id)
-                await self._attend(current)
+                await self._attend(current, client_id)
                 failure: Exception = ProcessDied("it ended by itself")
             except Exception as error:  # noqa: BLE001 - task boundary: the run goes on whatever the server does
                 failure = error
@@ -149,21 +140,24 @@ class RunServerSupervisor:
             logger.error("the server of the run has failed and is restarted: %s", failure)
             await asyncio.sleep(self._times.restart_delay_s)
 
-    async def _attend(self, current: RunServerProcess) -> None:
+    async def _attend(self, current: ActorClient[RunServer], client_id: str) -> None:
         """Starts this server and serves its calls until it ends. Raises what ended it."""
         times = self._times
-        self._stats = await current.start(self._port, times.start_timeout_s)
+        self._stats = await current.call(times.start_timeout_s, RunServer.start, self._port)
         self._port = urlsplit(self._stats.address).port or self._port
         logger.info("clients may ask the policy of this run at %s/v1", self._stats.address)
-        running, told = asyncio.create_task(current.run(), name="run of the server"), None
+        # as long as the run lasts: the health checks below bound it
+        running = asyncio.create_task(current.call(FOREVER_S, RunServer.run), name="run of the server")
+        told: ReplicaTable | None = None
         self._up = True
         try:
             while not running.done():
                 self._changed.clear()
                 if told is not self._table:
                     told = self._table
-                    await current.set_replicas(told, times.health_timeout_s)
-                self._stats = await current.stats(times.health_timeout_s)
+                    table = channels(told, client_id, external=True)
+                    await current.call(times.health_timeout_s, RunServer.set_replicas, table)
+                self._stats = await current.call(times.health_timeout_s, RunServer.stats)
                 change = asyncio.create_task(self._changed.wait())
                 await asyncio.wait(
                     [running, change], timeout=times.health_interval_s, return_when=asyncio.FIRST_COMPLETED
@@ -174,12 +168,12 @@ class RunServerSupervisor:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _clear(self, current: RunServerProcess | None, client_id: str) -> None:
+    async def _clear(self, current: ActorClient[RunServer] | None, client_id: str) -> None:
         """Removes what a dead server leaves: its process, its file, and its requests at the replicas."""
         if current is not None:
             current.kill()
             try:
-                await current.ended(END_TIMEOUT_S)
+                await current.ended(END_TIMEOUT_S, RunServer.stats)
             except AsyncRLError as error:
                 logger.warning("the dead server of the run may still hold its port: %s", error)
         self._remove_file()

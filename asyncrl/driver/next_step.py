@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl.driver.beside import cancel
 from asyncrl.driver.interfaces import Parts
+from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S
+from asyncrl.remote.tasks import end
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import LeaseManifest, RankPlan
 
 POLL_S = 1.0
+POLL_TIMEOUT_S = POLL_S + CALL_TIMEOUT_S
 
 
-class Foresight:
+class NextStep:
     """Owns the plan of the next step, and the task that makes it."""
 
     def __init__(self, parts: Parts, planner: StepPlanner) -> None:
@@ -45,7 +48,7 @@ class Foresight:
                 await task
 
     async def close(self) -> None:
-        await cancel(self._task)
+        await end(self._task)
 
     def plans(self, manifest: LeaseManifest, correction_bounds: float) -> tuple[RankPlan, ...]:
         """The plans of the leased step, of `StepPlanner.plan`."""
@@ -63,7 +66,7 @@ class Foresight:
         Unblocked by: puts of the rollouter.
         Stops when: it is done, or the present step has been trained.
         """
-        while not (groups := await self._parts.queue.foresee(step, POLL_S)):
+        while not (groups := await self._parts.queue.call(POLL_TIMEOUT_S, MessageQueue.foresee, step, POLL_S)):
             pass
         manifest = LeaseManifest(step, groups)
         plans = self._planner.plan(manifest, correction_bounds=correction_bounds)

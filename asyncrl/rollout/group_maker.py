@@ -1,0 +1,225 @@
+"""Makes trajectories and groups: by the environment, which is user code, with what scorers and the teacher add."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from asyncrl.config.recipe import Recipe
+from asyncrl.data.rows import PromptRow
+from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_texts, stop_token_ids
+from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
+from asyncrl.errors import explain
+from asyncrl.remote.tasks import concurrently
+from asyncrl.rewards import RewardResult
+from asyncrl.rewards.reward_pool import RewardPool
+from asyncrl.rewards.scorers import Scorers
+from asyncrl.rollout.active_clock import ActiveClock
+from asyncrl.rollout.generation import GenerationClient
+from asyncrl.rollout.judge import Judge
+from asyncrl.rollout.replica_time import ReplicaWatch
+from asyncrl.rollout.sessions import RolloutSession, RunningGroup, SessionTools
+from asyncrl.rollout.user_code import UserCode
+from asyncrl.types import SamplingParams, Trajectory, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CLOSE_WAIT_S = 5.0
+"""Longest time that the `close` of an environment may take."""
+
+
+class GroupMaker:
+    """Owns the environment, the reward processes and the user code that runs. Not the generation clients."""
+
+    def __init__(
+        self, recipe: Recipe, client: GenerationClient, pools: Mapping[str, GenerationClient], watch: ReplicaWatch
+    ) -> None:
+        """
+        Args:
+            pools: clients of the pools of other models, by the section of the recipe.
+            watch: is told while a trajectory, or a reward of a group, is in progress.
+        """
+        self._recipe = recipe
+        self._client = client
+        self._pools = pools
+        self._watch = watch
+        self._rewards = RewardPool(recipe.reward, start_timeout_s=recipe.ray.start_timeout_s)
+        self._additions: list[Callable[[Trajectory, str], Awaitable[Trajectory]]] = []
+        """What is added to each trajectory: (trajectory, session id of its group) -> the trajectory with more."""
+        self.sampling: SamplingParams
+        self.tools: SessionTools
+        self._renderer: PromptRenderer
+        self._environment: Environment
+        self._scorers: Scorers
+        self._user_code: UserCode
+
+    async def start(self) -> None:
+        """Loads the tokenizer, starts the reward processes and the environment. Raises ConfigError."""
+        recipe, rollout = self._recipe, self._recipe.rollout
+        tokenizer = load_tokenizer(recipe.model)
+        self.sampling = SamplingParams(
+            temperature=rollout.sampling.temperature,
+            top_p=rollout.sampling.top_p,
+            top_k=rollout.sampling.top_k,
+            max_tokens=rollout.sampling.max_response_tokens,
+            stop_token_ids=stop_token_ids(tokenizer, recipe.model, rollout.stop),
+            experts=recipe.trainer.router_replay == "rollout",
+            kept=rollout.sampling.keep_sets,
+        )
+        chat = Chat(tokenizer, recipe.model, rollout.tool_use.parser)
+        tools = await asyncio.to_thread(prompt_tools, recipe, tokenizer)  # it may wait for MCP servers
+        self._renderer = PromptRenderer(tokenizer, recipe.model, tools)
+        self._environment = build_environment(recipe, chat)
+        self._rewards.decode_with(chat.plain_decoder)
+        await self._rewards.start()
+        self._user_code = UserCode()
+        if isinstance(self._environment, Managed):
+            await self._of_environment("its start", self._environment.start, recipe.ray.start_timeout_s)
+        self._add_scorers(chat)
+        self.tools = SessionTools(self._client, chat, self._scorers.score, stop_texts(tokenizer, rollout.stop))
+
+    def _add_scorers(self, chat: Chat) -> None:
+        config, judging = self._recipe.reward.group, self._recipe.reward.judge
+        self._scorers = Scorers(self._rewards, chat.decode)
+        if config.function:
+            self._scorers.add_of_groups("group", config.weight, self._scorers.by_function)
+        if (client := self._pools.get("judge")) is not None:
+            judge = Judge(judging, self._recipe.judge.model, client)
+
+            async def compare(responses: Sequence[np.ndarray], row: PromptRow) -> Sequence[RewardResult]:
+                return await judge.compare([chat.decode(ids) for ids in responses], row)
+
+            if judging.pairwise:
+                self._scorers.add_of_groups("judge", judging.weight, compare)
+            else:
+                self._scorers.add("judge", judging.weight, judge.score)
+        if (teacher := self._pools.get("teacher")) is not None:
+            top_k = self._recipe.algorithm.distillation.top_k
+            self._additions.append(partial(with_teacher, teacher, top_k=top_k))
+
+    async def make(self, running: RunningGroup, row: PromptRow) -> TrajectoryGroup:
+        """All trajectories of the group concurrently, each validated; `running.done` gets each when it is complete.
+        Raises what the first failed one raises."""
+        ticket, done = running.ticket, running.done
+        prompt_ids = self._renderer.prompt_ids(row)
+
+        async def one(i: int) -> Trajectory:
+            trajectory = done[i]
+            if trajectory is None:
+                made = await self.trajectory(Task(row, prompt_ids, ticket.ordinal, i), running.sessions[i])
+                trajectory = self._as_trained(made)
+            for add in self._additions:
+                with self._watch.working():
+                    trajectory = (await add(trajectory, f"group-{ticket.ordinal}")).validate()
+            done[i] = trajectory
+            return trajectory
+
+        trajectories = await concurrently(one(i) for i in range(len(done)))
+        with self._watch.working():
+            trajectories = await self._scorers.with_group_rewards(trajectories, row)
+        group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories))
+        longest = max(len(each.prompt_ids) + len(each.response_ids) for each in group.sequences)
+        limit = self._recipe.max_tokens_per_microbatch
+        if longest > limit:
+            raise ValueError(f"a trajectory of {longest} tokens is over trainer.max_tokens_per_microbatch={limit}")
+        return group
+
+    async def trajectory(self, task: Task, session: RolloutSession) -> Trajectory:
+        """The trajectory that the environment returns for `task`, validated. Raises what `UserCode.call` raises."""
+
+        async def made() -> Trajectory:
+            return (await self._environment.run(task, session)).normalized().validate()
+
+        began = time.time()
+        session.clock = ActiveClock(self._recipe.rollout.trajectory_timeout_s)
+        with self._watch.working():
+            try:
+                return await self._of_environment(
+                    f"trajectory {task.index} of prompt {task.ordinal} ({task.row.origin})",
+                    made,
+                    session.clock,
+                    do="see what it waits for, or raise rollout.trajectory_timeout_s",
+                )
+            finally:
+                session.close()
+                if session.spans is not None:
+                    session.spans.append(("trajectory", began, time.time(), {}))
+
+    async def close(self) -> None:
+        """Ends the reward processes, the environment and all user code."""
+        await self._rewards.close()
+        if isinstance(self._environment, Managed):
+            try:
+                await self._of_environment("its close", self._environment.close, CLOSE_WAIT_S)
+            except Exception:  # task boundary: what the close of a user's environment raises keeps nothing from ending
+                logger.warning("the environment could not be closed", exc_info=True)
+        await self._user_code.close()
+
+    def _as_trained(self, trajectory: Trajectory) -> Trajectory:
+        """Without loss where it was cut and `mask_truncated` is set. Raises ValueError: an array that the engine
+        records is to be trained with, and it has none; or it has branches, and only one is to be trained."""
+        needed = {"experts": self.sampling.experts, "kept_ids": self.sampling.kept}
+        for sequence in trajectory.sequences:
+            lacking = [name for name, is_needed in needed.items() if is_needed and name not in sequence.extra]
+            if lacking and len(sequence.response_ids):
+                do = "let the environment keep `extra` of its generations"
+                raise ValueError(explain(f"train with {lacking[0]} of each token", "a trajectory without them", do))
+        if trajectory.branches and self._recipe.rollout.agent.train == "last_branch":
+            do = "set rollout.agent.train=all_branches, or let the environment return none"
+            raise ValueError(explain("train with rollout.agent.train=last_branch", "a trajectory with branches", do))
+        is_cut = trajectory.finish_reason == "length"
+        return trajectory.untrained() if is_cut and self._recipe.algorithm.overlong.mask_truncated else trajectory
+
+    async def _of_environment(
+        self,
+        asked: str,
+        work: Callable[[], Awaitable[T]],
+        limit: float | ActiveClock,
+        do: str = "see what it waits for",
+    ) -> T:
+        code = f"environment {self._recipe.rollout.environment}"
+        clock = limit if isinstance(limit, ActiveClock) else ActiveClock(limit)
+        return await self._user_code.call(asked, code, work, clock=clock, do=do)
+
+
+async def with_teacher(
+    teacher: GenerationClient, trajectory: Trajectory, session_id: str, *, top_k: int = 0
+) -> Trajectory:
+    """The trajectory with what the teacher of on-policy distillation finds of its tokens.
+
+    That is `extra["teacher_logprobs"]`, [T] float32, of all its response tokens, those that the environment wrote
+    included; with `top_k` above 0 also `top_ids` and `top_logprobs`, [T, top_k] each, of the likeliest tokens instead.
+    So have its branches. The same trajectory where it has them, as one that a checkpoint brought may.
+
+    Args:
+        session_id: trajectories of one session go to one replica of the teacher while it can take them.
+
+    Raises GenerationError: the teacher did not answer in time, or refused.
+    """
+    if trajectory.branches:
+        own, *branches = [
+            await with_teacher(teacher, sequence, session_id, top_k=top_k)
+            for sequence in (replace(trajectory, branches=()), *trajectory.branches)
+        ]
+        return replace(own, branches=tuple(branches))
+    count, found = len(trajectory.response_ids), {"teacher_logprobs": np.zeros(0, np.float32)}
+    shapes = {"teacher_logprobs": (count,)}
+    if top_k:
+        found |= {"top_ids": np.zeros((0, top_k), np.int32), "top_logprobs": np.zeros((0, top_k), np.float32)}
+        shapes |= dict.fromkeys(("top_ids", "top_logprobs"), (count, top_k))
+    if all(name in trajectory.extra and trajectory.extra[name].shape == shape for name, shape in shapes.items()):
+        return trajectory
+    if count:
+        tokens = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
+        scored = await teacher.score_top(tokens, len(trajectory.prompt_ids), top_k, session_id=session_id)
+        found = {"teacher_logprobs": scored.logprobs, **scored.extra}
+    return replace(trajectory, extra={**trajectory.extra, **found})
