@@ -189,9 +189,9 @@ class ReplicaControl:
     async def stats(self, timeout_s: float) -> ReplicaStats:
         return await self._call(timeout_s, Replica.stats)
 
-    async def reset(self, timeout_s: float) -> None:
+    async def reset(self, timeout_s: float, incarnation: int) -> None:
         """As `Replica.reset`. Raises DeadlineExceeded, ProcessDied."""
-        await self._call(timeout_s + GRACE_S, Replica.reset, timeout_s)
+        await self._call(timeout_s + GRACE_S, Replica.reset, timeout_s, incarnation)
 
     async def forget_client(self, client_id: str, timeout_s: float) -> None:
         await self._call(timeout_s, Replica.forget_client, client_id)

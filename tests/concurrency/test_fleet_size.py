@@ -94,8 +94,8 @@ class Control:
     async def stats(self, timeout_s):
         return await self._call(self.process.replica.stats)
 
-    async def reset(self, timeout_s):
-        await self._call(self.process.replica.reset, timeout_s)
+    async def reset(self, timeout_s, incarnation):
+        await self._call(self.process.replica.reset, timeout_s, incarnation)
 
     async def forget_client(self, client_id, timeout_s):
         await self._call(self.process.replica.forget_client, client_id)

@@ -361,7 +361,7 @@ class ReplicaPool:
         failed."""
 
         async def one(replica_id: int, control: ReplicaHandle) -> None:
-            if await self._reset(replica_id, control) and self.leased.get(replica_id) is control:
+            if await self._reset(replica_id, control, becomes=1) and self.leased.get(replica_id) is control:
                 self._membership.apply(replica_id, "lease_ended")
                 self._on_event(events.ReplicaReturned(replica_id))
 
@@ -406,10 +406,11 @@ class ReplicaPool:
         except Exception as error:  # noqa: BLE001 - task boundary: the next call of `_tell` meets the same, and raises
             logger.warning("the rollout side does not know of a change of the replicas yet: %s", error)
 
-    async def _reset(self, replica_id: int, control: ReplicaHandle) -> bool:
-        """True when the replica has forgotten what it was asked; one that does not answer has failed."""
+    async def _reset(self, replica_id: int, control: ReplicaHandle, becomes: int = 0) -> bool:
+        """True when the replica, `becomes` incarnations later, has forgotten its requests; else it has failed."""
         try:
-            await control.reset(self._settings.health_timeout_s)
+            incarnation = self._membership.members[replica_id].incarnation + becomes
+            await control.reset(self._settings.health_timeout_s, incarnation)
         except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
             self.fail(replica_id, control, error)
             return False
@@ -426,14 +427,13 @@ class ReplicaPool:
         self._spawn_task(self._tell_soon(), f"tell of replica {replica_id}")
 
     async def _rejoin(self, replica_id: int, control: ReplicaHandle, why: BaseException | str) -> None:
-        """Checks a suspended replica until it answers, then makes it a newcomer; replaces it when it is dead or takes
-        too long."""
+        """Checks a suspended replica until it answers, then makes it a newcomer; replaces one that is dead or late."""
         loop, limit_s = asyncio.get_running_loop(), self._settings.rejoin_timeout_s
-        deadline = loop.time() + limit_s
+        deadline, incarnation = loop.time() + limit_s, self._membership.members[replica_id].incarnation + 1
         while True:
             try:
                 await control.stats(max(0.01, min(deadline - loop.time(), self._settings.health_timeout_s)))
-                await control.reset(max(deadline - loop.time(), self._settings.health_timeout_s))
+                await control.reset(max(deadline - loop.time(), self._settings.health_timeout_s), incarnation)
                 for client_id in self._forgotten:
                     await control.forget_client(client_id, self._settings.health_timeout_s)
             except DeadlineExceeded:
