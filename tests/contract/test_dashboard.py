@@ -124,6 +124,7 @@ def run_directory(path):
     return path
 
 
+@pytest.mark.slow
 def test_what_a_crash_or_a_missing_network_kept_from_wandb_is_sent_later(server, tmp_path):
     path = run_directory(tmp_path / "run")
     write(path, 1, 6, "as usual", server=server, home=tmp_path)

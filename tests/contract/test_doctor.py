@@ -186,6 +186,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_every_node_of_a_cluster_is_asked(inputs):
     command = [sys.executable, "-c", CLUSTER, str(QUICKSTART)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)

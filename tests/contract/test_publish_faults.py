@@ -33,7 +33,12 @@ from asyncrl.types import GenerationRequest, ReplicaTable, SamplingParams
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 from tests.forks import fork_server
 
-pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(180),
+]
 
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024}
 PROMPT = [5, 9, 2, 17, 33]

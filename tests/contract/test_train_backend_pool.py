@@ -502,6 +502,7 @@ async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, 
     assert not _alive(pids[0])
 
 
+@pytest.mark.slow
 async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, lease, tmp_path, killed):
     """One pool for both: the start is what costs."""
     await reply(queue.delay.remote(0.0), timeout_s=5, call="delay", process=MESSAGE_QUEUE)

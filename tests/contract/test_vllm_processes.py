@@ -34,7 +34,7 @@ from tests.make import require_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.slow]
 
 SHAPE = {"tie_word_embeddings": False, "num_hidden_layers": 2}
 PROMPT = (5, 6, 7, 8)
@@ -103,7 +103,7 @@ def preempting(path, admission):
 
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("admission", ["off", pytest.param("expected", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize("admission", ["off", "expected", "full"])
 async def test_requests_enter_as_the_cache_has_room_and_complete(tmp_path, admission):
     """Without admission vLLM takes requests out again. What the responses that ended tell of lengths lets more of them
     in than their limits would."""
@@ -195,7 +195,6 @@ def test_a_fork_of_the_server_has_imported_vllm_has_the_environment_of_its_maker
     assert int(niceness) == min(19, int(own) + DECODE_NICENESS)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_compiled_model_is_not_compiled_again(model_path, tmp_path, monkeypatch):
     """vLLM stores it, but by itself it does not load what it stores on a CPU."""

@@ -11,6 +11,7 @@ from tests.e2e.conftest import ALERT, ROOT, SMALL, assert_audited, assert_sound,
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.timeout(500),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
@@ -51,7 +52,6 @@ def mixture(inputs, tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
 def test_experts_over_two_ranks_learn(mixture, start):
     """From the tiny model's guessing, in a quarter of the quickstart's steps."""
     experts = f"model.path={mixture}", "trainer.megatron.tensor_parallel=1", "trainer.megatron.expert_parallel=2"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.conftest import ALERT, ROOT, SMALL, assert_audited, events
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", params=["teacher", "judge"])
@@ -21,7 +21,6 @@ def role(request):
     return role
 
 
-@pytest.mark.slow
 def test_a_policy_learns_from_another_model(start, role):
     recipe = {"teacher": "quickstart_distill", "judge": "quickstart_judge"}[role]
     run = start("run.max_steps=16", "eval.every_steps=16", recipe=recipe)
@@ -36,7 +35,6 @@ def test_a_policy_learns_from_another_model(start, role):
         assert last["reward/mean"] == pytest.approx(last["reward/part/judge"]), "nothing else teaches"
 
 
-@pytest.mark.slow
 def test_a_policy_learns_from_the_likeliest_tokens_of_a_teacher(start):
     """With the policy's first weights as the teacher the divergence over the top k is 0 at first; with another one it
     falls."""

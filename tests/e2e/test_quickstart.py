@@ -81,6 +81,7 @@ def refused(run, monkeypatch, capsys, *overrides):
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "max_lag"),
     [
@@ -101,6 +102,7 @@ def test_modes_and_their_lag(start, overrides, max_lag):
         assert lags == [(0, 0)] + [(1, 1)] * 4, "every token has lag exactly 1 after the first step"
 
 
+@pytest.mark.slow
 def test_differences_are_published_where_replicas_have_their_base(start):
     """At a learning rate of RL and in bfloat16. A replica is killed, and its replacement gets all weights."""
     keys = "weights.encoding=delta", "weights.transport=collective", "model.inference_dtype=bfloat16", "trainer.lr=1e-6"
@@ -130,6 +132,7 @@ def test_a_part_that_cannot_start_ends_the_run_with_its_error(start, tmp_path):
     assert "resume=auto" in run.log
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_still_leaves_a_checkpoint(start):
     slow = "eval.every_steps=2", "eval.temperature=1.0", "checkpoint.every_steps=0"
     run = start(*SMALL, "run.max_steps=60", *slow)
@@ -189,6 +192,7 @@ def test_a_cluster_that_is_not_there_is_asked_for_and_the_command_can_be_repeate
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):
     soon = "ray.health_interval_s=0.5", "ray.health_timeout_s=6", "recovery.rejoin_timeout_s=4"
     run = start(*SMALL, "run.max_steps=2000", *soon)

@@ -9,6 +9,7 @@ from tests.sglang_server import SglangServer
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.sglang,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the package sglang: make test-sglang"),
@@ -22,7 +23,6 @@ def server(inputs, tmp_path):
     server.kill()
 
 
-@pytest.mark.slow
 def test_a_run_outlives_its_server_and_publishes_to_the_next_one(start, server):
     remote = f"rollout.remote.urls=[{server.url}]", "rollout.remote.weights=reload", "weights.transport=disk"
     sizes = "rollout.remote.max_model_len=512", "rollout.remote.max_num_seqs=32"

@@ -19,6 +19,7 @@ SMALL = (*SMALL_RUN, *ALERT)
 NAMES = {"TrainerActor": "trainer rank 0", "MessageQueue": "message queue"}
 
 
+@pytest.mark.slow
 def test_what_is_lost_is_replaced_one_after_the_other(start):
     """Rollouter, trainer rank and message queue, each killed and stopped, in one run."""
     slow = "rollout.environment=tests.e2e.faulty:Straggles"  # the rollouter has running groups at any moment
@@ -44,6 +45,7 @@ def test_what_is_lost_is_replaced_one_after_the_other(start):
     assert not events(run, "replica_failed"), "the replicas stayed"
 
 
+@pytest.mark.slow
 def test_of_two_rollouters_one_is_killed_and_the_other_goes_on(start):
     slow = "rollout.environment=tests.e2e.faulty:Straggles"  # each rollouter has running groups at any moment
     run = start(*SMALL, "run.max_steps=2000", "rollout.num_rollouters=2", "rollout.num_replicas=2", slow)
@@ -68,6 +70,7 @@ def lose(run, role, how):
     return process
 
 
+@pytest.mark.slow
 def test_two_ranks_a_death_before_the_first_checkpoint_and_a_spent_budget(start):
     once = "trainer.num_ranks=2", "checkpoint.every_steps=1000", "recovery.max_restarts=1"
     run = start(*SMALL, "run.max_steps=2000", *once, joined=False)
@@ -118,6 +121,7 @@ def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpo
     assert assert_damage_is_found(again.directory, tmp_path / "copy") > 100
 
 
+@pytest.mark.slow
 def test_a_replica_that_was_stopped_rejoins_as_it_is(start, cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     slow = "recovery.rejoin_timeout_s=60", "weights.transfer_timeout_s=5"
@@ -156,6 +160,7 @@ def test_a_run_in_which_nothing_moves_is_stopped_with_the_stacks(start):
     assert "default_worker.py" in stacks, "the actors"
 
 
+@pytest.mark.slow
 def test_an_environment_that_raises_hangs_exits_or_returns_nonsense_fails_its_group_not_the_run(start):
     run = start(
         *SMALL,
@@ -191,6 +196,7 @@ def test_an_environment_that_raises_hangs_exits_or_returns_nonsense_fails_its_gr
     assert {q["ordinal"] for q in quarantined} == set(failed)
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_or_kills_its_process_is_killed_counted_and_tried_again(start):
     run = start(
         *SMALL,
@@ -207,6 +213,7 @@ def test_a_reward_that_hangs_or_kills_its_process_is_killed_counted_and_tried_ag
     assert any("ProcessDied" in d for d in details)
 
 
+@pytest.mark.slow
 def test_a_dataset_without_signal_stops_the_run_with_a_message(start):
     run = start(
         *SMALL,
@@ -220,7 +227,8 @@ def test_a_dataset_without_signal_stops_the_run_with_a_message(start):
     assert_audited(run, max_lag=2)
 
 
-@pytest.mark.parametrize("policy", ["refill", pytest.param("mask", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["refill", "mask"])
 def test_stragglers_never_break_the_limit_under_any_policy(start, policy):
     run = start(
         *SMALL,
@@ -252,6 +260,7 @@ def test_a_rolling_publish_keeps_the_fleet_generating(start):
     assert any(r["weights/publish_tokens_fraction"] > 0 for r in run.metrics)
 
 
+@pytest.mark.slow
 def test_publishes_beside_training_and_a_replica_that_is_killed_meanwhile(start):
     run = start(*SMALL, "run.max_steps=12", "weights.overlap=true", "weights.bucket_bytes=4096")
     run.wait_for_step(3)
@@ -263,6 +272,7 @@ def test_publishes_beside_training_and_a_replica_that_is_killed_meanwhile(start)
     assert sorted(set(versions)) == list(range(13))
 
 
+@pytest.mark.slow
 def test_partial_trajectories_and_sinks_survive_a_signal(start, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     slow = (*SMALL, "rollout.environment=tests.e2e.faulty:Straggles", "observability.sinks=[wandb,tensorboard]")

@@ -151,6 +151,7 @@ def test_a_fleet_serves_survives_a_kill_and_ends_with_a_signal(serve):
     assert not server.file.exists()
 
 
+@pytest.mark.slow
 def test_under_load_the_only_replica_is_killed_and_no_request_fails(serve):
     """OpenAI's client without retries: requests in flight and those that come wait for the replacement."""
     server = serve("torch.max_model_len=512")

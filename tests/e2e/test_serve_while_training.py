@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.conftest import SMALL, finish
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 MODEL = "runs/tiny-qwen3"
 PUBLISH_TIMEOUT_S = 60

@@ -13,10 +13,10 @@ import pytest
 
 from tests.e2e.conftest import ROOT, SMALL, assert_sound, below, made_tool_task
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("tool_use", marks=pytest.mark.slow), "agent"])
+@pytest.mark.parametrize("recipe", ["tool_use", "agent"])
 def test_calls_are_made_and_their_results_are_not_trained(tool_task, start, recipe):
     if recipe == "agent":
         pytest.importorskip("openai")
@@ -50,7 +50,6 @@ def assert_calls_were_answered(run):
     assert right > 0.2 > wrong + 0.1, (right, wrong)
 
 
-@pytest.mark.slow
 def test_calls_within_a_response_are_made_and_their_results_are_not_trained(start, tmp_path):
     small = "batch.groups_per_step=8", "batch.group_size=8", "run.max_steps=3", "eval.every_steps=0"
     task = made_tool_task("interleaved", tmp_path)
