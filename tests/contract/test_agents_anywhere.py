@@ -25,7 +25,7 @@ from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import ScriptedSession, assert_exact, call_text, chat_with, task_of
 from tests.unit.test_recipes import ROOT
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 CALCULATOR = ROOT / "recipes" / "agents" / "calculator.py"
 IMAGE = "python:3.12-slim"

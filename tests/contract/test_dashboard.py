@@ -17,7 +17,7 @@ from tests.contract.wandb_log import history_of
 from tests.unit.test_metrics import record
 from tools.make_sick_run import write_run
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def raises(response, row):
     raise ValueError("this reward raises")
 
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 AREAS = [
     "versions", "recipe", "packages", "GPUs", "processors", "shared memory", "open files", "network", "model and data",

@@ -21,7 +21,7 @@ from tests.environments import QWEN, ScriptedSession, assert_exact, call_text, c
 from tests.unit.test_recipes import ROOT
 
 pytest.importorskip("mcp", reason="the package mcp is not installed: pip install 'asyncrl[mcp]'")
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 SERVER = str(ROOT / "tests" / "mcp_tools.py")
 

@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.contract,
     pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(400),
 ]
 
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024}

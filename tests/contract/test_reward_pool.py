@@ -22,7 +22,7 @@ from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.workers import worker_pool
 from asyncrl.workers.worker_process import WorkerProcess
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
 
 ROW = PromptRow(
     (ChatMessage("user", "What is 3 + 4?"),), "7", "arithmetic", (("split", "train"),), "data/sums.jsonl:12"

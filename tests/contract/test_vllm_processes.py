@@ -69,7 +69,7 @@ def no_shared_memory_left():
 
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_every_worker_gets_the_weights_and_dies_with_the_owner(model_path, workers):
     command = [sys.executable, "-m", "tests.contract.test_vllm_processes", str(model_path), str(workers)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
@@ -102,7 +102,7 @@ def preempting(path, admission):
 
 
 @pytest.mark.usefixtures("no_shared_memory_left")
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("admission", ["off", "expected", "full"])
 async def test_requests_enter_as_the_cache_has_room_and_complete(tmp_path, admission):
     """Without admission vLLM takes requests out again. What the responses that ended tell of lengths lets more of them
@@ -184,7 +184,7 @@ sys.exit(fork.exitcode)
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_fork_of_the_server_has_imported_vllm_has_the_environment_of_its_maker_and_a_lower_priority():
     """In a process of its own: this one may have a fork server already, which imports other things."""
     require_vllm()
@@ -195,7 +195,7 @@ def test_a_fork_of_the_server_has_imported_vllm_has_the_environment_of_its_maker
     assert int(niceness) == min(19, int(own) + DECODE_NICENESS)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 async def test_a_compiled_model_is_not_compiled_again(model_path, tmp_path, monkeypatch):
     """vLLM stores it, but by itself it does not load what it stores on a CPU."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))

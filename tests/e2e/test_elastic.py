@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.conftest import ALERT, ROOT, SMALL, events, finish
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def scale(run, *words):
