@@ -122,7 +122,7 @@ def choose(
     left_s: float,
 ) -> Choice:
     """What the change touches, today's third of it first and then by distance, and today's third of the rest, as far as
-    the time goes.
+    the time goes. What there was no time for is not the same three days later. A lane may be cut short.
 
     Args:
         touched: as of `touched_units`.
@@ -132,15 +132,17 @@ def choose(
         left_s: the time that there is.
     """
     part = thirds(units, seconds)
-    todays = [unit for unit in units if part[unit] == day % 3]
-    wanted = sorted(touched, key=lambda unit: (unit not in todays, touched[unit], unit))
-    wanted += sorted(set(todays) - touched.keys())
+    todays = [unit for unit in sorted(units) if part[unit] == day % 3]
+    rest = [unit for unit in todays if unit not in touched]
+    turn = day // 3 % max(1, len(rest))
+    wanted = sorted(touched, key=lambda unit: (unit in LANES, unit not in todays, touched[unit], unit))
+    wanted += sorted(rest[turn:] + rest[:turn], key=LANES.__contains__)
     chosen, left_out = list[str](), dict[str, str]()
     for unit in wanted:
         takes_s = seconds.get(unit, UNKNOWN_S) * speed / (1 if unit in LANES else WORKERS)
-        if takes_s <= left_s:
+        if takes_s <= left_s or (unit in LANES and takes_s / 3 <= left_s):
             chosen.append(unit)
-            left_s -= takes_s
+            left_s = max(0.0, left_s - takes_s)
         else:
             why = "the change touches it" if unit in touched else "of today's third"
             left_out[unit] = f"{why}; no time"

@@ -16,7 +16,7 @@ UNITS = list(SECONDS)
 
 
 def test_parts_are_files_with_slow_tests_and_lanes():
-    slow = "@pytest.mark.slow\ndef test_it(): ...\n"
+    slow = "@pytest.mark." + "slow\ndef test_it(): ...\n"
     files = {A: slow, B: "", "tests/e2e/conftest.py": slow, "tests/contract/test_sglang_engine.py": slow}
     assert units_of(files) == [A, "environments", "sglang"]
 
@@ -59,7 +59,9 @@ def test_a_new_file_moves_no_other_one_and_neither_does_one_that_is_gone():
         ({D: 4, A: 2}, 1.0, 200, [A, D, B, C]),  # the change first, by distance
         ({D: 4, A: 2, C: 9}, 1.0, 200, [C, A, D, B]),  # of it today's third first
         ({D: 4, A: 2}, 4.0, 100, [D, C]),  # A takes 200 s here; what fits goes on
-        ({"sglang": 0}, 1.0, 60, ["sglang"]),  # a lane has one process
+        ({"sglang": 0, A: 2}, 1.0, 110, [A, "sglang"]),  # a lane has one process
+        ({"sglang": 0}, 1.0, 20, ["sglang"]),  # and is cut short then
+        ({"sglang": 0}, 1.0, 19, [C]),
         ({A: 1}, 1.0, 0, []),
     ],
 )
@@ -68,6 +70,11 @@ def test_what_is_run_in_the_time_that_there_is(touched, speed, left_s, run):
     assert sorted(choice.run) == sorted(run)
     assert choice.run[: len(touched)] == run[: len(touched)]
     assert sorted([*choice.run, *choice.left_out]) == sorted(UNITS), "what is not run is said"
+
+
+def test_what_there_was_no_time_for_is_another_part_the_next_time():
+    run = [choose(UNITS, {}, day, SECONDS, 1.0, 50).run for day in (1, 4, 7)]
+    assert run == [[B], [C], [B]]
 
 
 def test_why_a_part_was_left_out():
