@@ -32,7 +32,8 @@ STAMP_VLLM := $(VENV)/.installed-vllm
 MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
 ARGS ?=
-PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --max-worker-restart=2
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=2
 
 export PYTHONDONTWRITEBYTECODE :=
 

@@ -244,6 +244,7 @@ def behind(port):
     return with_server(settings, timeout_s=1)
 
 
+@pytest.mark.slow
 async def test_a_server_over_http_that_hangs_is_left_and_the_next_one_behind_its_address_serves(started):
     with serving() as (first, old), serving() as (_, new):
         async with gateway_to(old) as (gateway, port):
