@@ -32,7 +32,7 @@ STAMP_VLLM := $(VENV)/.installed-vllm
 MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=2
 
 export PYTHONDONTWRITEBYTECODE :=

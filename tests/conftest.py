@@ -1,4 +1,4 @@
-"""How the tests share a machine: one thread per process, two files at a time, one broken system at a time; and the tiny
+"""How the tests share a machine: one thread per process, some files at a time, one broken system at a time; and the tiny
 model that some of them run."""
 
 import os

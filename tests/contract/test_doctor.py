@@ -44,6 +44,7 @@ def test_a_sound_recipe_can_start_and_every_area_is_looked_at(inputs, capsys):
     assert all(finding.status != "bad" and (finding.remedy or finding.status == "ok") for finding in findings)
 
 
+@pytest.mark.slow
 def test_ray_starts_for_the_examination_and_ends_with_it(inputs):
     command = [sys.executable, "-m", "asyncrl.commands.doctor", str(QUICKSTART)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)

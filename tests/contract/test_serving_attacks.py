@@ -188,12 +188,11 @@ async def process(tmp_path):
         yield start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [
-        pytest.param((), "room", id="as many as fit"),
-        pytest.param(("--max-connections", "10000"), "descriptors", id="more than fit", marks=pytest.mark.slow),
-    ],
+    [((), "room"), (("--max-connections", "10000"), "descriptors")],
+    ids=["as many as fit", "more than fit"],
 )
 async def test_hundreds_of_idle_connections_with_few_descriptors(process, options, reason):
     server = await process("--descriptors", "100", *options)
