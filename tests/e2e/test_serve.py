@@ -45,7 +45,7 @@ class Server:
                 stderr=subprocess.STDOUT,
             )
 
-    def wait_for(self, condition, what, timeout_s=60):
+    def wait_for(self, condition, what, timeout_s=180):
         """What `condition` gives for the discovery file, once that is true."""
         deadline = time.monotonic() + timeout_s
         while True:

@@ -20,7 +20,7 @@ MODEL = "runs/tiny-qwen3"
 PUBLISH_TIMEOUT_S = 60
 
 
-def fleet(run, condition, what, timeout_s=150):
+def fleet(run, condition, what, timeout_s=300):
     """The discovery file of the run, once `condition` holds for it."""
     file, deadline = run.directory / "serving.json", time.monotonic() + timeout_s
     while True:
