@@ -320,6 +320,7 @@ def run_all(began: float) -> int:
         for failure in outcome.failures:
             print(f"  {failure}")
     print(f"== {LATEST_S - left_s(LATEST_S):.0f} s in all; {len(choice.left_out)} of {len(units)} parts left out")
+    print(f"=== make test: {tested.summary} ===")
     return int(any(outcome.failed for outcome in outcomes))
 
 
