@@ -196,6 +196,11 @@ def tracked_files() -> list[str]:
     return git("ls-files").splitlines()
 
 
+def texts_of(paths: Iterable[str]) -> dict[str, str]:
+    """As `ImportGraph` takes them."""
+    return {path: (ROOT / path).read_text() if path.endswith((".py", ".yaml", ".yml")) else "" for path in paths}
+
+
 def change() -> tuple[str, list[str]]:
     """The commit before the change, and the files that differ from it. It is CI_BASE, or where the branch left
     origin/main; on main itself the last commit that is a day older than the newest one."""
@@ -294,7 +299,7 @@ def run_all(began: float) -> int:
     print(f"make test took {LATEST_S - left_s(LATEST_S):.0f} s", flush=True)
     speed = speed_of(measured, recorded["fast"])
     base, changed = change()
-    files = {path: (ROOT / path).read_text() if path.endswith((".py", ".yaml", ".yml")) else "" for path in paths}
+    files = texts_of(paths)
     units, day = units_of(files), datetime.datetime.now(datetime.UTC).date().toordinal()
     touched = touched_units(units, changed, ImportGraph(files).distances(changed))
     choice = choose(units, touched, day, recorded["slow"], speed, left_s(BUDGET_S) - LEAST_S)

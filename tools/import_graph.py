@@ -25,6 +25,7 @@ class ImportGraph:
     def __init__(self, files: Mapping[str, str]) -> None:
         """`files`: path from the root, with slashes -> text; empty where the text does not matter."""
         self._files = files
+        self._named: dict[str, set[str]] = {}
         self._by_name: dict[str, list[str]] = defaultdict(list)
         for path in files:
             if not path.endswith("__init__.py"):
@@ -32,6 +33,11 @@ class ImportGraph:
 
     def named_by(self, path: str) -> set[str]:
         """The files that the file at `path` depends on directly."""
+        if path not in self._named:
+            self._named[path] = self._read(path)
+        return self._named[path]
+
+    def _read(self, path: str) -> set[str]:
         found = set()
         if path.endswith(".py"):
             told = set[ast.AST]()  # strings that are read by people: docstrings

@@ -84,6 +84,13 @@ def test_why_a_part_was_left_out():
     assert left_out["sglang"] == "of day 2 in 3"
 
 
+def test_in_this_repository_an_engine_touches_what_runs_it_and_not_everything():
+    files = ci_tests.texts_of(ci_tests.tracked_files())
+    distances = ci_tests.ImportGraph(files).distances(["asyncrl/inference/vllm/engine.py"])
+    assert {"tests/contract/test_vllm_engine.py", "tests/e2e/test_quickstart_vllm.py"} <= distances.keys()
+    assert len([path for path in distances if ci_tests.is_test(path)]) < 0.9 * len([*filter(ci_tests.is_test, files)])
+
+
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.e2e.test_a" name="test_one" time="2.0"/>
 <testcase classname="tests.e2e.test_a.TestGroup" name="test_two" time="3.0"/>
