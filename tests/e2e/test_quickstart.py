@@ -122,6 +122,7 @@ def test_differences_are_published_where_replicas_have_their_base(start):
     assert any(0 < share <= 0.03 for share in shares[-4:]), "differences again after the replacement"
 
 
+@pytest.mark.slow
 def test_a_part_that_cannot_start_ends_the_run_with_its_error(start, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(ROOT / "runs" / "tiny-qwen3", broken)
