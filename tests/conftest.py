@@ -1,5 +1,5 @@
-"""How the tests share a machine: one thread per process, some files at a time, one broken system at a time; and the tiny
-model that some of them run."""
+"""How the tests share a machine: one thread per process, some files at a time, one broken system at a time; and the
+tiny model that some of them run."""
 
 import os
 import subprocess
