@@ -228,6 +228,7 @@ def test_a_program_does_not_outlive_a_rollouter_that_is_killed(tmp_path):
     until(lambda: not alive(pid), 30)
 
 
+@pytest.mark.slow
 def test_a_rollouter_that_is_killed_before_its_reaper_knows_of_a_program_leaves_none(tmp_path):
     program = WRITES_ITS_PID.format(path=str(tmp_path / "program"))
     owner = owner_of(program, f"DiesWithItsFirstProcess({str(tmp_path / 'started')!r})")

@@ -179,6 +179,7 @@ def test_a_bad_row_is_named_before_anything_starts(inputs, tmp_path, capsys, mon
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there_is_asked_for_and_the_command_can_be_repeated(inputs, tmp_path, monkeypatch):
     def nothing_runs(**_):
         raise ConnectionError("Could not find any running Ray instance. Please specify the one to connect to.\nMore.")

@@ -187,6 +187,7 @@ def test_under_load_the_only_replica_is_killed_and_no_request_fails(serve):
     assert texts == [alone(seed) for seed in range(8)], "the same tokens as without a kill"
 
 
+@pytest.mark.slow
 def test_without_any_replica_it_ends_and_says_why(serve):
     server = serve("recovery.max_replica_restarts=0")
     found = server.wait_for(lambda f: True, "no fleet")
