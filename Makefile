@@ -6,8 +6,8 @@
 #   make quickstart-gsm8k   the same on files with the columns of GSM8K
 #   make quickstart-distill  a tiny model learns from a tiny teacher (on-policy distillation)
 #   make quickstart-judge   a tiny judge is the reward
-#   make test               set up (with vLLM), lint, type-check, test
-#   make test-slow          the tests that `make test` leaves out: minutes each
+#   make test               set up (with vLLM), lint, type-check, all fast tests: a quarter of an hour
+#   make test-all           everything: the slow tests too, and what needs SGLang, or verifiers and OpenEnv: an hour
 #   make test-gpu           what one GPU can show, in half an hour; needs torch, takes .venv where it is
 #   make test-sglang        what runs on real SGLang, in .venv-sglang
 #   make test-environments  what runs on verifiers and OpenEnv, in .venv-environments
@@ -32,11 +32,12 @@ STAMP_VLLM := $(VENV)/.installed-vllm
 MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
 ARGS ?=
-PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --max-worker-restart=2
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=2
 
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-vllm install-sglang install-environments quickstart quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k quickstart-distill quickstart-judge test test-slow test-gpu test-sglang test-environments lint types fast fuzz docs lock clean
+.PHONY: help install install-vllm install-sglang install-environments quickstart quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k quickstart-distill quickstart-judge test test-all slow test-gpu test-sglang test-environments lint types fast fuzz docs lock clean record-sglang
 
 help:
 	@sed -n '2,14p' Makefile
@@ -113,7 +114,7 @@ quickstart-sglang: $(STAMP_SGLANG)
 
 test-sglang: $(STAMP_SGLANG)
 	$(ON_SGLANG) $(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
-	$(ON_SGLANG) $(VENV_SGLANG)/bin/python -m pytest -m "sglang and not slow"
+	$(ON_SGLANG) $(VENV_SGLANG)/bin/python -m pytest -m sglang
 
 # They skip where a package is missing: the imports come first. Other files of tests may need other packages.
 test-environments: $(STAMP_ENVIRONMENTS)
@@ -133,7 +134,7 @@ types: $(STAMP_VLLM)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 fast: $(STAMP)
-	$(PYTEST) -m "unit or structure or concurrency"
+	$(PYTEST) -m "(unit or structure or concurrency) and not slow"
 
 # `make test` tries the same examples every time. This tries new ones, ROUNDS times; what it finds becomes an @example.
 ROUNDS ?= 5
@@ -144,7 +145,11 @@ fuzz: $(STAMP)
 test: $(STAMP_VLLM) lint types $(MODEL)/config.json $(DATA)
 	$(PYTEST) -m "not slow"
 
-test-slow: $(STAMP_VLLM)
+# Each part runs, whatever the ones before it have found.
+test-all:
+	$(MAKE) -k test slow test-sglang test-environments
+
+slow: $(STAMP_VLLM) $(MODEL)/config.json $(DATA)
 	$(PYTEST) -m slow
 
 # The documentation as a site, below site/. Fails on a link that leads nowhere.

@@ -1,5 +1,5 @@
-"""How the tests share a machine: one thread per process, two files at a time, one broken system at a time; and the tiny
-model that some of them run."""
+"""How the tests share a machine: one thread per process, some files at a time, one broken system at a time; and the
+tiny model that some of them run."""
 
 import os
 import subprocess
@@ -29,23 +29,35 @@ ONE_BY_ONE = (
 """Real systems that are broken on purpose and held to short deadlines: never two at a time."""
 LAST = "tests/e2e/"
 """The other real systems: whoever has nothing else left takes them."""
-SLOW_S = 20
+LONG_S = 20
+FAST_S = 10
+"""A test that takes longer on a quiet machine should be marked slow, or made faster."""
 
 
 class Told:
-    """What a run that is cut short must have said by then: each failure at once, and every test that took long."""
+    """What a run that is cut short must have said by then: each failure immediately, and every test that took long. At
+    the end, which fast tests were not fast."""
 
     def __init__(self, terminal):
         self._terminal = terminal
         self._spent_s = {}
+        self._not_fast = {}
 
     def pytest_runtest_logreport(self, report):
         spent_s = self._spent_s.get(report.nodeid, 0) + report.duration
         self._spent_s[report.nodeid] = spent_s
         if report.failed:
             self._terminal.write_line(f"\n{report.nodeid} failed in its {report.when}:\n{report.longreprtext}")
-        if report.when == "teardown" and spent_s > SLOW_S:
+        if report.when == "teardown" and spent_s > LONG_S:
             self._terminal.write_line(f"\n{time.strftime('%X')} {spent_s:.0f} s: {report.nodeid}")
+        if report.when == "teardown" and spent_s > FAST_S and ("slow", "yes") not in report.user_properties:
+            self._not_fast[report.nodeid] = spent_s
+
+    def pytest_terminal_summary(self):
+        if self._not_fast:
+            self._terminal.write_sep("=", f"fast tests that took over {FAST_S} s")
+        for nodeid, spent_s in sorted(self._not_fast.items(), key=lambda entry: -entry[1]):
+            self._terminal.write_line(f"{spent_s:.0f} s {nodeid}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -55,7 +67,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """What goes one by one takes longest and begins; the other files fit beside it."""
+    """What goes one by one takes longest and begins; the others fit beside it. Reports say which tests are slow."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.user_properties.append(("slow", "yes"))
     items.sort(key=lambda item: 0 if item.nodeid.startswith(ONE_BY_ONE) else 2 if item.nodeid.startswith(LAST) else 1)
 
 

@@ -183,6 +183,8 @@ class Replica(HasLine):
         """Set while no transfer is in progress, however the last one ended."""
         self._received_all.set()
         self._resets = 0
+        self._incarnation = 0
+        """The first one whose requests are not refused."""
         self._stopping = False
 
     async def start(self) -> ReplicaStats:
@@ -193,17 +195,24 @@ class Replica(HasLine):
 
     # -- generation ----------------------------------------------------------------------------------------------
 
-    async def submit(self, client_id: str, requests: list[GenerationRequest], external: bool = False) -> None:
+    async def submit(
+        self, client_id: str, requests: list[GenerationRequest], external: bool = False, incarnation: int | None = None
+    ) -> None:
         """Starts these requests; `collect(client_id)` returns their chunks.
 
         Args:
             external: the client is not part of the run. Each request then waits at the gate until the engine has a
                 place that no request of the run takes, and for its turn among external requests.
+            incarnation: of the replica, for which the requests are meant; None: any.
 
-        Raises ProcessDied; GenerationError: the client was forgotten, or external requests are refused.
+        Raises ProcessDied; GenerationError: the client was forgotten, or external requests are refused;
+        DeadlineExceeded: they were sent before a reset and arrived after it.
         """
         self._require_engine()
         self._require_known(client_id)
+        if incarnation is not None and incarnation < self._incarnation:
+            found = f"they are for incarnation {incarnation} of it, and it is {self._incarnation} since its last reset"
+            raise DeadlineExceeded(explain(f"requests to replica {self._id}", found, "send them elsewhere"))
         if external and not self._places.allowed:
             found, do = "it takes requests of the run only", "set rollout.serve.enabled=true"
             raise GenerationError(explain(f"replica {self._id} to serve {client_id}", found, do))
@@ -248,14 +257,16 @@ class Replica(HasLine):
             del self._outboxes[name]
         await self.abort([key for key, entry in self._requests.items() if _owner(entry.client_id) == client_id])
 
-    async def reset(self, timeout_s: float) -> None:
+    async def reset(self, timeout_s: float, incarnation: int) -> None:
         """Returns the replica to its state before the first publish: the gate is closed, no request is in flight, no
-        chunk waits to be collected, and no transfer is in progress. The weights are undefined.
+        chunk waits to be collected, and no transfer is in progress. The weights are undefined. The replica is this
+        incarnation from now on: requests for former ones, which may still be on their way, are refused.
 
         Raises DeadlineExceeded: a transfer that began before has not ended. Raises ProcessDied.
         """
         self._require_engine()
         self._resets += 1
+        self._incarnation = incarnation
         self._received = None
         self._close_gate("it answered too late, or the training side restarted; the next publish opens the gate")
         self._outboxes.clear()

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
 FAULTS = 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("inputs")
 def test_a_run_survives_what_can_happen_to_it(tmp_path):
     plan = Plan(

@@ -58,7 +58,7 @@ class Control(FakeReplica):
         health = SimpleNamespace(busy_s=0.0, generated_tokens=0, version=0, preemptions=None, decode_steps=None)
         return SimpleNamespace(replica_id=0, pid=1, health=health, cpu_s=0.0, external_tokens=0, must_leave=False)
 
-    async def reset(self, timeout_s):
+    async def reset(self, timeout_s, incarnation):
         self.calls.append(("reset",))
         if self.dead:
             raise self.dead

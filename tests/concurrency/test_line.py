@@ -535,7 +535,7 @@ async def test_a_collection_whose_line_broke_takes_nothing_of_the_next_channel()
             await self.go.wait()
             return []
 
-        async def submit(self, client_id, requests, external):
+        async def submit(self, client_id, requests, external, incarnation):
             self.clients.append(client_id)
 
     handle = Handle(Outboxes())

@@ -80,7 +80,7 @@ async def test_a_reset_ends_what_was_asked_before_and_nothing_of_it_reaches_anyb
     polling = asyncio.create_task(replica.collect("client", 5.0))
     await polling  # some chunks have been collected, others wait
     await asyncio.sleep(0.01)
-    await replica.reset(5)
+    await replica.reset(5, 1)
     health = (await replica.stats()).health
     assert (health.running, health.waiting) == (0, 0)
     assert await replica.collect("client", 0.02) == []
@@ -94,11 +94,26 @@ async def test_a_reset_ends_what_was_asked_before_and_nothing_of_it_reaches_anyb
     await replica.stop()
 
 
+async def test_requests_that_were_sent_before_a_reset_and_arrive_after_it_are_refused():
+    """As a process that was stopped finds them when it goes on."""
+    replica = await start()
+    await replica.reset(5, 3)
+    with pytest.raises(DeadlineExceeded, match=r"for incarnation 2 of it, and it is 3"):
+        await replica.submit("client", [request("late", 8)], incarnation=2)
+    await replica.submit("client", [request("new", 8)], incarnation=3)
+    await publish(replica, 2, 2)
+    async with asyncio.timeout(20):
+        while not (chunks := await replica.collect("client", 1.0)) or chunks[-1].finish_reason is None:
+            assert {c.request_id for c in chunks} <= {"new"}
+    assert (await replica.stats()).health.generated_tokens == 8
+    await replica.stop()
+
+
 async def test_a_poll_from_before_a_reset_gets_nothing_of_what_comes_after():
     replica = await start()
     stale = asyncio.create_task(replica.collect("client", 0.3))
     await asyncio.sleep(0)
-    await replica.reset(5)
+    await replica.reset(5, 1)
     await publish(replica, 2, 2)
     assert (await answer(replica, "client", "new"))[-1].finish_reason == "length"
     assert await stale == []
@@ -109,7 +124,7 @@ async def test_requests_that_wait_at_the_gate_end_with_a_reset_too():
     replica = await start()
     await replica.pause("abort")
     await replica.submit("client", [request("waiting")])
-    await replica.reset(5)
+    await replica.reset(5, 1)
     await publish(replica, 2, 2)
     await asyncio.sleep(0.01)
     assert (await replica.stats()).health.generated_tokens == 0
@@ -126,8 +141,8 @@ async def test_a_reset_waits_for_the_transfer_before_it_whose_weights_are_never_
     receiving = asyncio.create_task(replica.receive_weights(manifest, NO_SOURCE, 5))
     await loading.begun.wait()
     with pytest.raises(DeadlineExceeded, match="transfer of weights that began before"):
-        await replica.reset(0.02)
-    resetting = asyncio.create_task(replica.reset(5))
+        await replica.reset(0.02, 1)
+    resetting = asyncio.create_task(replica.reset(5, 1))
     await asyncio.sleep(0.01)
     assert not resetting.done()
     loading.may_end.set()
@@ -182,7 +197,7 @@ async def test_an_adoption_that_a_reset_overtakes_does_not_open_the_gate():
     await replica.receive_weights(staged(2, 2), NO_SOURCE, 5)
     adopting = asyncio.create_task(replica.adopt(2, 2, None, "abort", 5))
     await loading.wait()
-    resetting = asyncio.create_task(replica.reset(5))
+    resetting = asyncio.create_task(replica.reset(5, 1))
     await asyncio.sleep(0.01)
     may_end.set()
     with pytest.raises(WeightTransferError, match="reset"):
@@ -220,7 +235,7 @@ async def test_a_commit_that_a_reset_overtakes_does_not_open_the_gate():
     replica = await start(version=None, engine=Slow)
     stale = asyncio.create_task(publish(replica, 1, 1))
     await committing.wait()
-    await replica.reset(5)
+    await replica.reset(5, 1)
     may_commit.set()
     with pytest.raises(WeightTransferError, match="reset in the middle"):
         await stale
@@ -236,7 +251,7 @@ async def test_a_reset_of_a_dead_engine_says_so():
     replica = await start()
     replica._engine.crash("no memory")
     with pytest.raises(ProcessDied, match="no memory"):
-        await replica.reset(5)
+        await replica.reset(5, 1)
 
 
 async def test_tokens_that_gather_as_the_engine_dies_come_before_the_news():
@@ -265,7 +280,7 @@ async def test_a_forgotten_client_ends_alone_and_is_refused():
     for call in (replica.submit("gone", [request("again")]), replica.collect("gone", 0.1)):
         with pytest.raises(GenerationError, match=r"(?s)work for gone.*counts as dead"):
             await call
-    await replica.reset(5)
+    await replica.reset(5, 1)
     with pytest.raises(GenerationError, match="counts as dead"):
         await replica.submit("gone", [request("after a reset")])
     await replica.stop()

@@ -248,7 +248,7 @@ WAITS = ("cancelled", "stopped")
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 
 
-@settings(max_examples=60, **COMMON)
+@settings(max_examples=24, **COMMON)
 @given(
     ending=st.sampled_from(sorted(ENDINGS)),
     place=st.sampled_from(sorted(PLACES)),
@@ -259,7 +259,7 @@ def test_whatever_leaves_the_code_of_a_user_fails_an_attempt(bench, ending, plac
     bench.run(Case(ending, place, when, check is is_evaluated), check)
 
 
-@settings(max_examples=20, **COMMON)
+@settings(max_examples=10, **COMMON)
 @given(
     ending=st.sampled_from(sorted(ENDINGS | IGNORES)),
     place=st.sampled_from(sorted(PLACES.keys() - {"reward", "forgotten task"})),
@@ -270,7 +270,7 @@ def test_a_cancellation_stays_one_whatever_is_made_of_it(bench, ending, place, c
     bench.run(Case(ending, place, "cancelled", check is is_evaluated), check)
 
 
-@settings(max_examples=8, **COMMON)
+@settings(max_examples=4, **COMMON)
 @given(
     ending=st.sampled_from(sorted(ENDINGS | IGNORES)),
     place=st.sampled_from(sorted(PLACES.keys() - {"reward", "forgotten task"})),

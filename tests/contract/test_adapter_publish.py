@@ -49,6 +49,13 @@ def sglang_engine(path):
     return SglangEngine(ModelConfig(path=path), settings, load_real_weights=False)
 
 
+ENGINES = [
+    torch_engine,
+    pytest.param(vllm_engine, marks=pytest.mark.slow),
+    pytest.param(sglang_engine, marks=pytest.mark.sglang),
+]
+
+
 def adapters(seed, layers):
     """Of these layers of `random_qwen3`, in the form of a publish: something with `named_parameters`."""
     draw = torch.Generator().manual_seed(seed)
@@ -83,9 +90,7 @@ async def strange(publisher):
         await publisher.publish(absent, publisher.next_version(), "abort")
 
 
-@pytest.mark.parametrize(
-    "make_engine", [torch_engine, vllm_engine, pytest.param(sglang_engine, marks=pytest.mark.sglang)]
-)
+@pytest.mark.parametrize("make_engine", ENGINES)
 async def test_an_engine_serves_the_base_with_the_last_adapters_merged(path, make_engine):
     engine = make_engine(path)
     await within(engine.start(), 240.0)
@@ -120,9 +125,7 @@ def trained(seed):
     return model
 
 
-@pytest.mark.parametrize(
-    "make_engine", [torch_engine, vllm_engine, pytest.param(sglang_engine, marks=pytest.mark.sglang)]
-)
+@pytest.mark.parametrize("make_engine", ENGINES)
 async def test_an_engine_serves_what_differences_make(path, make_engine):
     engine = make_engine(path)
     await within(engine.start(), 240.0)

@@ -25,7 +25,7 @@ from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import ScriptedSession, assert_exact, call_text, chat_with, task_of
 from tests.unit.test_recipes import ROOT
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 CALCULATOR = ROOT / "recipes" / "agents" / "calculator.py"
 IMAGE = "python:3.12-slim"
@@ -228,6 +228,7 @@ def test_a_program_does_not_outlive_a_rollouter_that_is_killed(tmp_path):
     until(lambda: not alive(pid), 30)
 
 
+@pytest.mark.slow
 def test_a_rollouter_that_is_killed_before_its_reaper_knows_of_a_program_leaves_none(tmp_path):
     program = WRITES_ITS_PID.format(path=str(tmp_path / "program"))
     owner = owner_of(program, f"DiesWithItsFirstProcess({str(tmp_path / 'started')!r})")

@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_refused_before_it_is_used(trainer, change, found):
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_bytes_are_read_or_refused(place, data):
     """Damage that its maker has sealed."""
     path = place / ".metadata"

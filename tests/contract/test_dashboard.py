@@ -17,7 +17,7 @@ from tests.contract.wandb_log import history_of
 from tests.unit.test_metrics import record
 from tools.make_sick_run import write_run
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
@@ -63,6 +63,7 @@ def test_the_workspace_is_what_the_library_itself_reads_and_shows_only_declared_
     assert all(metric_of(key) for chart in CHARTS for key in chart.keys)
 
 
+@pytest.mark.slow
 def test_the_workspace_is_created_once_and_then_replaced(server, tmp_path):
     for _ in range(2):
         done = dashboard("wandb", f"{ENTITY}/project", server=server, home=tmp_path)
@@ -124,6 +125,7 @@ def run_directory(path):
     return path
 
 
+@pytest.mark.slow
 def test_what_a_crash_or_a_missing_network_kept_from_wandb_is_sent_later(server, tmp_path):
     path = run_directory(tmp_path / "run")
     write(path, 1, 6, "as usual", server=server, home=tmp_path)
@@ -181,6 +183,7 @@ def test_tensorboard_is_made_anew_from_the_metrics(tmp_path):
     assert all(math.isclose(value, 1e-6, rel_tol=1e-4) for value in found.values())
 
 
+@pytest.mark.slow
 def test_a_record_is_taken_where_tables_are_not(server, tmp_path):
     server.tables = False
     path = run_directory(tmp_path / "run")

@@ -25,7 +25,7 @@ def raises(response, row):
     raise ValueError("this reward raises")
 
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 AREAS = {"versions", "recipe", "GPUs", "shared memory", "open files", "network", "memory", "disk", "reward"}
 """Of the doctor itself; those of the plan come on top."""
@@ -45,6 +45,7 @@ def test_a_sound_recipe_can_start_and_every_area_is_looked_at(inputs, capsys):
     assert all(finding.status != "bad" and (finding.remedy or finding.status == "ok") for finding in findings)
 
 
+@pytest.mark.slow
 def test_ray_starts_for_the_examination_and_ends_with_it(inputs):
     command = [sys.executable, "-m", "asyncrl.commands.doctor", str(QUICKSTART)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
@@ -162,6 +163,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_every_node_of_a_cluster_is_asked(inputs):
     command = [sys.executable, "-c", CLUSTER, str(QUICKSTART)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)

@@ -191,7 +191,7 @@ async def test_a_publish_that_fails_leaves_the_replica_asleep_or_closed_and_the_
     waiting = Client(publisher.engine, make_request(max_tokens=4))
     await asyncio.sleep(0.05)
     assert waiting.chunks == []
-    await publisher.replica.reset(5)  # a new training side follows, and takes its turn first
+    await publisher.replica.reset(5, 1)  # a new training side follows, and takes its turn first
     await within(publisher.replica.sleep())
     assert are_gone(publisher.engine._runner.model.parameters())
     waiting.task.cancel()

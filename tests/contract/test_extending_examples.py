@@ -26,6 +26,7 @@ def test_there_is_one_example_for_each_suite():
     assert [sum(f"({suite})" in example for example in EXAMPLES) for suite in CHOSEN] == [1] * len(CHOSEN)
 
 
+@pytest.mark.slow
 def test_the_examples_run_as_they_are_written(tmp_path):
     """All in one process: their imports take longer than they do."""
     for suite in CHOSEN:

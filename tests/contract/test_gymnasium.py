@@ -12,7 +12,7 @@ from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import ScriptedSession, assert_exact, chat_with, task_of
 
 pytest.importorskip("gymnasium", reason="the package gymnasium is not installed: pip install 'asyncrl[gymnasium]'")
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 GUESS = {"id": "tests.gymnasium_environments:Guess-v0", "workers": 1, "step_timeout_s": 30}
 LAKE = {"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi", "is_slippery": False}, "workers": 1}

@@ -13,21 +13,23 @@ pytestmark = pytest.mark.contract
 ROOT = Path(__file__).resolve().parents[2]
 
 
+TOKENIZER = "the tokenizer of the model org/none"
+
+
 @pytest.mark.parametrize(
     ("command", "asked"),
     [
-        ("asyncrl.commands.train recipes/quickstart.yaml model.path=org/none", "the tokenizer of the model org/none"),
-        (
-            "asyncrl.commands.train recipes/quickstart.yaml data.train=org/none",
-            "the dataset org/none:train from the hub",
-        ),
-        pytest.param(
-            *("asyncrl.commands.serve org/none", "the tokenizer of the model org/none"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "asyncrl.commands.evaluate org/none data/arithmetic_test.jsonl",
-            "the tokenizer of the model org/none",
-            marks=pytest.mark.slow,
+        ("asyncrl.commands.train recipes/quickstart.yaml model.path=org/none", TOKENIZER),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (
+                    "asyncrl.commands.train recipes/quickstart.yaml data.train=org/none",
+                    "the dataset org/none:train from the hub",
+                ),
+                ("asyncrl.commands.serve org/none", TOKENIZER),
+                ("asyncrl.commands.evaluate org/none data/arithmetic_test.jsonl", TOKENIZER),
+            )
         ),
     ],
 )

@@ -146,7 +146,7 @@ def nonsense(value: Any, key: str = "") -> list[str]:
     return [f"{key}={value!r}"] if bad else []
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.tuples(PATHS, VALUES), min_size=1, max_size=3))
 @example(changes=[("eval.temperature", math.inf)])
 @example(changes=[("trainer.device", "1e308")])
@@ -177,7 +177,7 @@ def test_a_recipe_with_changed_values(changes, files):
     assert_judged(file)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cuts=st.lists(st.tuples(st.integers(0, 600), st.integers(0, 8), st.binary(max_size=6)), min_size=1, max_size=4),
 )
@@ -192,7 +192,7 @@ def test_a_recipe_whose_text_is_damaged(cuts, files):
     assert_judged(file)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(overrides=st.lists(st.one_of(st.tuples(PATHS, VALUES), st.text(max_size=20)), min_size=1, max_size=3))
 def test_overrides_of_any_kind(overrides, files):
     file = files / "plain.yaml"
@@ -226,7 +226,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_broken_data_file_is_named_or_its_rows_are_whole(data, tmp_path_factory):
     place = tmp_path_factory.getbasetemp() / "broken.jsonl"

@@ -21,7 +21,7 @@ from tests.environments import QWEN, ScriptedSession, assert_exact, call_text, c
 from tests.unit.test_recipes import ROOT
 
 pytest.importorskip("mcp", reason="the package mcp is not installed: pip install 'asyncrl[mcp]'")
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 SERVER = str(ROOT / "tests" / "mcp_tools.py")
 
@@ -244,6 +244,7 @@ def behind(port):
     return with_server(settings, timeout_s=1)
 
 
+@pytest.mark.slow
 async def test_a_server_over_http_that_hangs_is_left_and_the_next_one_behind_its_address_serves(started):
     with serving() as (first, old), serving() as (_, new):
         async with gateway_to(old) as (gateway, port):

@@ -53,6 +53,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_every_node_shares_the_run_directory_and_has_the_models(tmp_path):
     shared, own, cache = (tmp_path / name for name in ("shared", "own", "cache"))
     for directory in (shared, own, cache):

@@ -16,7 +16,7 @@ from asyncrl.driver.cluster.placement import words
 from asyncrl.driver.cluster.places import Places, reserved
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, RunFailed
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.contract, pytest.mark.slow, pytest.mark.timeout(400)]
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 ANSWER_S = 120.0

@@ -188,6 +188,7 @@ async def test_a_publish_that_a_worker_refuses_is_an_error_of_the_publish():
         assert engine.health().alive, "the next publish may succeed"
 
 
+@pytest.mark.slow
 async def test_a_server_that_loads_for_long_is_not_lost():
     async def slow(*_):
         await asyncio.sleep(2.0)
@@ -257,6 +258,7 @@ async def test_a_publish_that_sglang_refuses_is_an_error_of_the_publish(weights)
         await publisher.close()
 
 
+@pytest.mark.slow
 async def test_a_server_of_sglang_that_loads_for_long_is_not_lost_and_one_that_hangs_is(weights):
     """What samples answers nothing in both cases."""
 
@@ -420,6 +422,7 @@ async def test_a_server_that_has_restarted_serves_only_after_a_publish(kind, wei
             await within(other.stop())
 
 
+@pytest.mark.slow
 async def test_weights_that_another_run_has_changed_are_noticed(kind):
     async with serving(kind) as (server, engine):
         thief = make_engine(server.url, kind)
@@ -440,6 +443,7 @@ async def test_tokens_of_other_weights_end_the_engine_at_the_end_of_their_respon
         assert "another user" in await ends(engine)
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_not_up_is_waited_for(kind):
     server = KINDS[kind]()
     async with serving(kind) as (placeholder, _):

@@ -20,7 +20,7 @@ QUIET = (
 pytestmark = [
     pytest.mark.contract,
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(400),
 ]
 
 

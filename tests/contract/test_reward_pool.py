@@ -22,7 +22,7 @@ from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.workers import worker_pool
 from asyncrl.workers.worker_process import WorkerProcess
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
 
 ROW = PromptRow(
     (ChatMessage("user", "What is 3 + 4?"),), "7", "arithmetic", (("split", "train"),), "data/sums.jsonl:12"
@@ -363,10 +363,13 @@ async def test_calls_that_wait_are_not_spaced_while_workers_are_idle(make, modul
     assert time.monotonic() - began < 2.5, "only the last one waits for more; spaced, they take three times that"
 
 
-async def test_quick_calls_that_come_one_by_one_are_gathered(make, module, frames):
+async def test_quick_calls_that_come_one_by_one_are_gathered(make, module, frames, monkeypatch):
+    """All come within the time for which calls are gathered, also on a machine that is busy."""
     pool = await make(f"{module}:length", num_workers=2)
     await asyncio.gather(*(pool.score("plain", ROW) for _ in range(32)))
-    await asyncio.sleep(0.1)
+    monkeypatch.setattr(worker_pool, "_GATHER_S", 0.5)
+    await asyncio.sleep(0.6)
+    pool._call_s = 1e-5  # however slow this machine is
     frames.clear()
     calls = []
     for n in range(40):

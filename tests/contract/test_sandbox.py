@@ -19,7 +19,7 @@ from asyncrl.workers.sandbox import SandboxLimits, _result, protection, require_
 
 pytestmark = [
     pytest.mark.contract,
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(180),
     pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part of it is Linux's"),
 ]
 

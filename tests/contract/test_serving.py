@@ -604,6 +604,7 @@ def nodes_with_two_and_one_gpu():
     cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_replicas_that_no_gpu_is_left_for_are_refused_at_once(nodes_with_two_and_one_gpu):
     for per_replica, count in ((0, 100), (1, 3), (2, 1), (0.33, 9), (0.04, 70)):
         require_gpus(per_replica, count)

@@ -188,6 +188,7 @@ async def process(tmp_path):
         yield start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "reason"),
     [((), "room"), (("--max-connections", "10000"), "descriptors")],

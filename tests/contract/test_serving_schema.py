@@ -12,7 +12,7 @@ from tests.serving import serving
 pytestmark = pytest.mark.contract
 
 KEY = "Authorization: Bearer secret"
-EXAMPLES = 20
+EXAMPLES = 8
 """Random requests for each route, always the same ones, beside the systematic ones."""
 
 

@@ -83,7 +83,10 @@ class Pair:
         return files_in((SHARED_MEMORY, self._directory), {pid for sender in self.senders for pid in sender.pids})
 
 
-@pytest.fixture(params=["ipc", "collective", "disk", "ipc delta", "collective delta", "disk delta"])
+LONG = [pytest.param(transport, marks=pytest.mark.slow) for transport in ("collective delta", "disk delta")]
+
+
+@pytest.fixture(params=["ipc", "collective", "disk", "ipc delta", *LONG])
 def pair(request, senders, receivers, tmp_path) -> Iterator[Pair]:
     (tmp_path / "weights").mkdir()
     made = Pair(request.param, senders, receivers, tmp_path / "weights")

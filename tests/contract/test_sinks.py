@@ -76,7 +76,12 @@ finally:
 @pytest.mark.parametrize(
     ("how", "code", "failed"),
     # W&B writes in the background: that its service is gone may be found by the next record or at the end
-    [("as usual", 0, "0"), ("SIGTERM", 143, "0"), ("killed", 0, "[01]"), ("stopped", 0, "0")],
+    [
+        pytest.param("as usual", 0, "0", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 143, "0", marks=pytest.mark.slow),
+        ("killed", 0, "[01]"),
+        pytest.param("stopped", 0, "0", marks=pytest.mark.slow),
+    ],
 )
 def test_wandb_ends_without_a_traceback_however_its_service_does(tmp_path, nobody, how, code, failed):
     command = [sys.executable, "-c", ENDS, how, str(tmp_path)]

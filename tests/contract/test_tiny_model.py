@@ -123,6 +123,7 @@ def test_a_second_call_returns_at_once_and_other_settings_do_not(directory: Path
     assert f"wrote {directory}" in run_tool("--out", str(directory), "--share", "0.02").stdout
 
 
+@pytest.mark.slow
 def test_other_settings_and_force_make_it_anew(tmp_path: Path) -> None:
     out = tmp_path / "tiny"
     weights = []

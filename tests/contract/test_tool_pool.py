@@ -143,6 +143,7 @@ async def test_a_tool_that_cannot_start_is_a_config_error():
     assert not pool.workers._processes
 
 
+@pytest.mark.slow
 async def test_python_prints_fails_and_is_stopped():
     pool = ToolPool(config("python", tool_timeout_s=15.0))
     await pool.start()

@@ -138,8 +138,10 @@ def queue(lease):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(queue, model_path):
-    """Module-wide, so that only one test pays for the start; the last test of the file breaks it."""
-    return await TrainerPool.start(spec(model_path), queue, 0, START_S)
+    """Module-wide, so that only one test pays for the start; the last test that takes it breaks it."""
+    pool = await TrainerPool.start(spec(model_path), queue, 0, START_S)
+    yield pool
+    await pool.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -469,6 +471,7 @@ def killed():
     return []
 
 
+@pytest.mark.slow
 async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, lease, queue, tmp_path, killed):
     pids = pids_of(pool)
     killed += pids
@@ -495,6 +498,7 @@ async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, 
     assert not _alive(pids[0])
 
 
+@pytest.mark.slow
 async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, lease, tmp_path, killed):
     """One pool for both: the start is what costs."""
     await reply(queue.delay.remote(0.0), timeout_s=5, call="delay", process=MESSAGE_QUEUE)

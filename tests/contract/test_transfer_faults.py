@@ -58,7 +58,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TRANSPORTS = ("ipc", "collective", "disk", "objects")
 """`objects`: `disk` with a URL."""
-KINDS = [*TRANSPORTS, *(f"{transport} delta" for transport in TRANSPORTS)]
+LONG = [f"{transport} delta" for transport in TRANSPORTS if transport != "ipc"]
 """`delta`: all weights until a publish has succeeded, differences to it after that, and all weights after a fault."""
 
 
@@ -136,7 +136,7 @@ class Group:
             assert outcome.elapsed_s < PROMPT_S
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*TRANSPORTS, "ipc delta", *(pytest.param(kind, marks=pytest.mark.slow) for kind in LONG)])
 def group(
     request: pytest.FixtureRequest, sender: SenderProcess, receivers: list[Worker], tmp_path: Path
 ) -> Iterator[Group]:

@@ -70,6 +70,7 @@ class TestCollective(TransportSuite, TransportLifecycleSuite, DeltaSuite, Strang
         return Rig(build, processes, workers_can_die=True)
 
 
+@pytest.mark.slow
 class TestCollectiveAsOverNccl(TransportSuite):
     @pytest.fixture(scope="class")
     def processes_of_gpus(self) -> Iterator[list[Worker]]:
@@ -118,18 +119,21 @@ def two_senders(transport: str, **settings: str):
     return build
 
 
+@pytest.mark.slow
 class TestTwoSendersOverIpc(TransportSuite, TransportLifecycleSuite, DeltaSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker]) -> Rig:
         return Rig(two_senders("ipc"), processes, workers_can_die=True)
 
 
+@pytest.mark.slow
 class TestTwoSendersOverCollective(TransportSuite, TransportLifecycleSuite, DeltaSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker]) -> Rig:
         return Rig(two_senders("collective"), processes, workers_can_die=True)
 
 
+@pytest.mark.slow
 class TestTwoSendersOverDisk(TransportSuite, TransportLifecycleSuite, DeltaSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
@@ -179,6 +183,7 @@ class LateStage(Stage):
             self.packed_meanwhile += 1
 
 
+@pytest.mark.slow
 class TestIpcFromAGpuThatNobodySees(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
     """Buckets are packed in a second piece of shared memory, and copied to the first beside that."""
 

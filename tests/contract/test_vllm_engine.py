@@ -78,6 +78,7 @@ class TestVllmEngine(EngineConformance):
         await shared_engine.commit(0)
 
 
+@pytest.mark.slow
 async def test_a_json_schema_guides_a_response_where_the_tokenizer_is_loaded(tmp_path):
     require_vllm()
     path = write_random_qwen3(tmp_path, vocab_size=260, eos_token_id=256)

@@ -33,7 +33,7 @@ from tests.make import require_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.slow]
 
 SHAPE = {"tie_word_embeddings": False, "num_hidden_layers": 2}
 PROMPT = (5, 6, 7, 8)
@@ -69,7 +69,7 @@ def no_shared_memory_left():
 
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_every_worker_gets_the_weights_and_dies_with_the_owner(model_path, workers):
     command = [sys.executable, "-m", "tests.contract.test_vllm_processes", str(model_path), str(workers)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
@@ -102,8 +102,8 @@ def preempting(path, admission):
 
 
 @pytest.mark.usefixtures("no_shared_memory_left")
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("admission", ["off", pytest.param("expected", marks=pytest.mark.slow), "full"])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("admission", ["off", "expected", "full"])
 async def test_requests_enter_as_the_cache_has_room_and_complete(tmp_path, admission):
     """Without admission vLLM takes requests out again. What the responses that ended tell of lengths lets more of them
     in than their limits would."""
@@ -159,8 +159,7 @@ async def own(path, workers):
     await asyncio.sleep(600)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 async def test_a_compiled_model_is_not_compiled_again(model_path, tmp_path, monkeypatch):
     """vLLM stores it, but by itself it does not load what it stores on a CPU."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))

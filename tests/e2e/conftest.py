@@ -69,14 +69,14 @@ class Run:
     directory: Path
     process: subprocess.Popen[str]
 
-    def wait(self, timeout_s: float = 280) -> int:
+    def wait(self, timeout_s: float = 380) -> int:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGTERM)
             raise
 
-    def wait_for_step(self, step: int, timeout_s: float = 120) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 300) -> None:
         """Returns when `step` is in metrics.jsonl; fails when the run ends before."""
         deadline = time.monotonic() + timeout_s
         while not any(r["step"] >= step for r in self.metrics):
@@ -84,7 +84,7 @@ class Run:
             assert time.monotonic() < deadline, f"step {step} was not reached: {self.log}"
             time.sleep(0.1)
 
-    def wait_for_event(self, kind: str, count: int = 1, timeout_s: float = 120) -> None:
+    def wait_for_event(self, kind: str, count: int = 1, timeout_s: float = 300) -> None:
         """Returns when `count` events of `kind` are there; fails when the run ends before."""
         deadline = time.monotonic() + timeout_s
         while sum(e["event"] == kind for e in self.events) < count:
@@ -153,7 +153,7 @@ def start(inputs, cluster, tmp_path):
     for run in runs:
         if run.process.poll() is None:
             run.process.kill()
-            run.process.wait(30)
+            run.process.wait(60)
     for directory in {run.directory for run in runs}:
         if (directory / "events.jsonl").exists() and (directory / "config.json").exists():
             assert not audit_run(directory).findings, "every run directory must be clean"
@@ -170,11 +170,11 @@ def assert_audited(run: Run, *, max_lag: int, steps: int | None = None) -> None:
         assert (last["queue/running"], last["queue/ready"], last["queue/leased"]) == (0, 0, 0)
 
 
-def finish(run, *, more_steps=3, timeout_s=180):
+def finish(run, *, more_steps=3, timeout_s=300):
     """Lets the run train a few more steps, ends it by SIGINT, and checks it."""
     run.wait_for_step(max((r["step"] for r in run.metrics), default=0) + more_steps, timeout_s)
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130, run.log
+    assert run.wait(150) == 130, run.log
     assert_audited(run, max_lag=2)
 
 
@@ -248,12 +248,12 @@ def assert_a_dead_engine_is_replaced(start, recipe: str) -> None:
     tree = psutil.Process(run.process.pid).children(recursive=True)
     engine = max(psutil.Process(replica).children(recursive=True), key=lambda p: p.memory_info().rss)
     engine.send_signal(signal.SIGKILL)
-    run.wait_for_event("replica_serving", count=2, timeout_s=300)
-    assert run.wait(500) == 0, run.log
+    run.wait_for_event("replica_serving", count=2, timeout_s=400)
+    assert run.wait(600) == 0, run.log
     assert_sound(run, max_lag=2, steps=6)
     assert [e["replica"] for e in run.events if e["event"] == "replica_failed"] == [0]
     assert all(e["verified"] for e in run.events if e["event"] == "publish")
-    _, alive = psutil.wait_procs(tree, timeout=20)
+    _, alive = psutil.wait_procs(tree, timeout=60)
     assert not alive, [p.cmdline() for p in alive if p.is_running()]
     # Greedy decoding of the same weights: what differs is rounding.
     initial = [r.metrics[0]["eval/initial_accuracy"] for r in (torch, run)]

@@ -5,7 +5,7 @@ import pytest
 
 from tests.e2e.conftest import ALERT, SMALL, assert_audited, assert_sound, events
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 COLOCATED = "placement=colocated"
 SHORT = "trainer.step_timeout_s=120", "weights.publish_timeout_s=60"
@@ -32,7 +32,6 @@ def test_generation_and_training_take_turns(start, mode, max_lag):
     assert any(line["replica_time/asleep"] > 0 for line in timed)
 
 
-@pytest.mark.slow
 def test_a_run_that_takes_turns_trains_what_a_separate_one_trains(start):
     """Seeds decide what is sampled: the first step trains the same groups, and the others differ by rounding only."""
     keys = *SMALL, "mode=sync", "rollout.num_replicas=1", "run.max_steps=4"

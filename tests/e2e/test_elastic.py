@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.conftest import ALERT, ROOT, SMALL, events, finish
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def scale(run, *words):
@@ -68,7 +68,6 @@ def nodes():
     started.shutdown()
 
 
-@pytest.mark.slow
 def test_joins_leaves_notices_and_kills_at_random_moments_lose_nothing(start, nodes):
     draw = random.Random(0)
     keys = "rollout.num_replicas=2", "rollout.max_replicas=3", "weights.transport=collective", "run.max_steps=5000"

@@ -12,7 +12,7 @@ from asyncrl.audit import audit_run
 from asyncrl.data.dataset import load_rows
 from tests.e2e.conftest import ROOT
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 KEYS = (
     "batch.groups_per_step=4",

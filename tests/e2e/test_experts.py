@@ -9,7 +9,7 @@ import pytest
 from asyncrl_testing.random_model import random_qwen3_moe
 from tests.e2e.conftest import ROOT, SMALL, assert_sound
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def mixture(inputs, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_every_version_samples_as_it_is_trained(mixture, start, engine):
     """In sync the ratio of trainer and engine is 1 for each token of each version, unless weights went wrong."""
     if engine == "vllm":
@@ -78,7 +78,6 @@ def test_filtered_sampling_is_trained_among_the_tokens_that_were_kept(start):
     assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * 2, abs=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
 )

@@ -16,7 +16,7 @@ import pytest
 from asyncrl_testing.strangers import listeners
 from tests.e2e.conftest import SMALL
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.cluster_resources())"
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.conftest import ALERT, ROOT, SMALL, assert_audited, events
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", params=["teacher", "judge"])
@@ -21,11 +21,10 @@ def role(request):
     return role
 
 
-@pytest.mark.slow
 def test_a_policy_learns_from_another_model(start, role):
     recipe = {"teacher": "quickstart_distill", "judge": "quickstart_judge"}[role]
     run = start("run.max_steps=16", "eval.every_steps=16", recipe=recipe)
-    assert run.wait(400) == 0, run.log
+    assert run.wait(600) == 0, run.log
     assert_audited(run, max_lag=2, steps=16)
     first, last = run.metrics[0], run.metrics[-1]
     if role == "teacher":
@@ -36,7 +35,6 @@ def test_a_policy_learns_from_another_model(start, role):
         assert last["reward/mean"] == pytest.approx(last["reward/part/judge"]), "nothing else teaches"
 
 
-@pytest.mark.slow
 def test_a_policy_learns_from_the_likeliest_tokens_of_a_teacher(start):
     """With the policy's first weights as the teacher the divergence over the top k is 0 at first; with another one it
     falls."""
@@ -44,10 +42,10 @@ def test_a_policy_learns_from_the_likeliest_tokens_of_a_teacher(start):
     subprocess.run(tool, cwd=ROOT, check=True, timeout=600)
     keys = ("batch.groups_per_step=16", "eval.every_steps=0", "algorithm.distillation.top_k=32")
     same = start(*keys, "teacher.path=runs/tiny-qwen3", "run.max_steps=1", recipe="quickstart_distill", name="same")
-    assert same.wait(200) == 0, same.log
+    assert same.wait(600) == 0, same.log
     assert abs(same.metrics[0]["train/kl_teacher_top"]) < 1e-4
     run = start(*keys, "run.max_steps=8", recipe="quickstart_distill")
-    assert run.wait(300) == 0, run.log
+    assert run.wait(600) == 0, run.log
     assert_audited(run, max_lag=2, steps=8)
     first, last = run.metrics[0], run.metrics[-1]
     assert first["train/kl_teacher_top"] > 0.01
@@ -69,7 +67,7 @@ def test_a_policy_and_its_teacher_agree_before_the_first_step_and_both_are_repla
     run.wait_for_event("replica_started")
     run.wait_for_step(run.metrics[-1]["step"] + 2)
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130, run.log
+    assert run.wait(150) == 130, run.log
     assert_audited(run, max_lag=2)
     assert [(e["pool"], e["replica"], e["change"]) for e in events(run, "model_replica")] == [
         ("teacher", 0, "replica_failed"),

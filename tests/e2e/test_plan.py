@@ -8,10 +8,9 @@ import pytest
 
 from tests.e2e.conftest import ROOT, SMALL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.slow
 def test_a_probe_measures_a_run_and_predicts_it(inputs, tmp_path):
     """The prediction of the probe's own configuration, and of another mode. How near it comes is for a quiet machine:
     benchmarks/plan.py."""

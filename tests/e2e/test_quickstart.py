@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types.metrics import REQUIRED
 from tests.e2e.conftest import ROOT, SMALL, assert_audited, assert_sound, finish
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def left_behind(pids):
@@ -35,7 +35,7 @@ def test_it_learns_bounded_and_lossless_and_goes_on_after_a_signal(start, capsys
     assert f"process {run.process.pid} is running there" in told, "two runs cannot share a directory"
     run.wait_for_step(5)
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait(60) == 128 + signal.SIGTERM, run.log
+    assert run.wait(150) == 128 + signal.SIGTERM, run.log
     reached = run.metrics[-1]["step"]
     assert reached < 20, "it was to end early"
     assert (run.directory / "checkpoints" / f"step_{reached}").is_dir()
@@ -81,6 +81,7 @@ def refused(run, monkeypatch, capsys, *overrides):
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "max_lag"),
     [
@@ -101,6 +102,7 @@ def test_modes_and_their_lag(start, overrides, max_lag):
         assert lags == [(0, 0)] + [(1, 1)] * 4, "every token has lag exactly 1 after the first step"
 
 
+@pytest.mark.slow
 def test_differences_are_published_where_replicas_have_their_base(start):
     """At a learning rate of RL and in bfloat16. A replica is killed, and its replacement gets all weights."""
     keys = "weights.encoding=delta", "weights.transport=collective", "model.inference_dtype=bfloat16", "trainer.lr=1e-6"
@@ -120,16 +122,18 @@ def test_differences_are_published_where_replicas_have_their_base(start):
     assert any(0 < share <= 0.03 for share in shares[-4:]), "differences again after the replacement"
 
 
+@pytest.mark.slow
 def test_a_part_that_cannot_start_ends_the_run_with_its_error(start, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(ROOT / "runs" / "tiny-qwen3", broken)
     (broken / "model.safetensors").write_bytes(b"not a safetensors file")
     run = start("run.max_steps=2", f"model.path={broken}")
-    assert run.wait(120) == ConfigError.exit_code, run.log
+    assert run.wait(280) == ConfigError.exit_code, run.log
     assert "the run failed: ConfigError" in run.log
     assert "resume=auto" in run.log
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_still_leaves_a_checkpoint(start):
     slow = "eval.every_steps=2", "eval.temperature=1.0", "checkpoint.every_steps=0"
     run = start(*SMALL, "run.max_steps=60", *slow)
@@ -140,7 +144,7 @@ def test_a_signal_during_an_evaluation_still_leaves_a_checkpoint(start):
         assert run.process.poll() is None, run.log
         time.sleep(0.01)
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 128 + signal.SIGINT, run.log
+    assert run.wait(150) == 128 + signal.SIGINT, run.log
     assert list((run.directory / "checkpoints").glob("step_*"))
 
 
@@ -175,6 +179,7 @@ def test_a_bad_row_is_named_before_anything_starts(inputs, tmp_path, capsys, mon
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_not_there_is_asked_for_and_the_command_can_be_repeated(inputs, tmp_path, monkeypatch):
     def nothing_runs(**_):
         raise ConnectionError("Could not find any running Ray instance. Please specify the one to connect to.\nMore.")
@@ -189,6 +194,7 @@ def test_a_cluster_that_is_not_there_is_asked_for_and_the_command_can_be_repeate
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):
     soon = "ray.health_interval_s=0.5", "ray.health_timeout_s=6", "recovery.rejoin_timeout_s=4"
     run = start(*SMALL, "run.max_steps=2000", *soon)
@@ -200,12 +206,12 @@ def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):
     psutil.Process(second).suspend()
     run.wait_for_event("replica_serving", count=4)
     assert run.metrics[-1]["step"] > reached, "training went on meanwhile"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while {first, second} & set(run.actor_pids("Replica")):  # Ray kills what does not end by itself in 5 s
         assert time.monotonic() < deadline, "the processes that were replaced are still there"
         time.sleep(0.1)
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130, run.log
+    assert run.wait(150) == 130, run.log
     assert_audited(run, max_lag=2)
     trained = run.transitions("trained")
     assert len(trained) == len(set(trained)) == run.metrics[-1]["queue/trained"]

@@ -13,12 +13,13 @@ from tests.e2e.conftest import ALERT, assert_audited, assert_damage_is_found, as
 from tests.e2e.conftest import SMALL as SMALL_RUN
 from tests.e2e.faulty import ESCAPES
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SMALL = (*SMALL_RUN, *ALERT)
 NAMES = {"TrainerWorker": "trainer rank 0", "MessageQueue": "message queue"}
 
 
+@pytest.mark.slow
 def test_what_is_lost_is_replaced_one_after_the_other(start):
     """Rollouter, trainer rank and message queue, each killed and stopped, in one run."""
     slow = "rollout.environment=tests.e2e.faulty:Straggles"  # the rollouter has running groups at any moment
@@ -28,7 +29,7 @@ def test_what_is_lost_is_replaced_one_after_the_other(start):
     for number, how in enumerate(("killed", "stopped"), 1):
         process = lose(run, "Rollouter", how)
         run.wait_for_event("rollouter_restarted", count=number)
-        assert not psutil.wait_procs([process], 20)[1], "also one that was only stopped is ended"
+        assert not psutil.wait_procs([process], 60)[1], "also one that was only stopped is ended"
     taken_back = [e for e in events(run, "group") if e["transition"] == "requeued"]
     assert taken_back, "its tickets were taken back"
     assert not events(run, "training_failed"), "nothing was rolled back"
@@ -37,13 +38,14 @@ def test_what_is_lost_is_replaced_one_after_the_other(start):
     for number, (role, how) in enumerate(lost, 1):
         process = lose(run, role, how)
         run.wait_for_event("training_restarted", count=number)
-        assert not psutil.wait_procs([process], 20)[1]
+        assert not psutil.wait_procs([process], 60)[1]
         assert [e["process"] for e in events(run, "training_failed")][number - 1 :] == [NAMES[role]]
         assert events(run, "training_restarted")[-1]["checkpoint"].startswith("step_")
     finish(run)
     assert not events(run, "replica_failed"), "the replicas stayed"
 
 
+@pytest.mark.slow
 def test_of_two_rollouters_one_is_killed_and_the_other_goes_on(start):
     slow = "rollout.environment=tests.e2e.faulty:Straggles"  # each rollouter has running groups at any moment
     run = start(*SMALL, "run.max_steps=2000", "rollout.num_rollouters=2", "rollout.num_replicas=2", slow)
@@ -68,6 +70,7 @@ def lose(run, role, how):
     return process
 
 
+@pytest.mark.slow
 def test_two_ranks_a_death_before_the_first_checkpoint_and_a_spent_budget(start):
     once = "trainer.num_ranks=2", "checkpoint.every_steps=1000", "recovery.max_restarts=1"
     run = start(*SMALL, "run.max_steps=2000", *once, joined=False)
@@ -80,14 +83,14 @@ def test_two_ranks_a_death_before_the_first_checkpoint_and_a_spent_budget(start)
     run.wait_for_step(max((r["step"] for r in run.metrics), default=0) + 2)
     tree = psutil.Process(run.process.pid).children(recursive=True)
     lost = kill_a_rank(run)
-    assert run.wait(90) == RunFailed.exit_code, run.log
+    assert run.wait(280) == RunFailed.exit_code, run.log
     assert "recovery.max_restarts" in run.log
     report = max((run.directory / "faults").glob("*/report.txt"), key=lambda path: path.stat().st_mtime)
     text = report.read_text()
     assert f"found: {lost} failed" in text
     assert "Processes:" in text
     assert list((report.parent / "stacks").iterdir())
-    _, alive = psutil.wait_procs(tree, timeout=20)
+    _, alive = psutil.wait_procs(tree, timeout=60)
     assert not alive, [p.cmdline() for p in alive if p.is_running()]
     assert_audited(run, max_lag=2)
 
@@ -98,8 +101,8 @@ def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpo
     assert run.has_a_cluster, "without an address it joins none, although one is there"
     tree = psutil.Process(run.process.pid).children(recursive=True)
     run.process.kill()
-    run.process.wait(10)
-    _, alive = psutil.wait_procs(tree, timeout=30)
+    run.process.wait(60)
+    _, alive = psutil.wait_procs(tree, timeout=60)
     assert not alive, [p.cmdline() for p in alive if p.is_running()]
     checkpoints = sorted((run.directory / "checkpoints").glob("step_*"), key=lambda p: int(p.name.split("_")[1]))
     torn = checkpoints[-1]
@@ -118,6 +121,7 @@ def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpo
     assert assert_damage_is_found(again.directory, tmp_path / "copy") > 100
 
 
+@pytest.mark.slow
 def test_a_replica_that_was_stopped_rejoins_as_it_is(start, cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     slow = "recovery.rejoin_timeout_s=60", "weights.transfer_timeout_s=5"
@@ -148,7 +152,7 @@ def test_a_run_in_which_nothing_moves_is_stopped_with_the_stacks(start):
         "recovery.stall_timeout_s=8",
         joined=False,  # the mark of a run is in the environment of its own fork server
     )
-    assert run.wait(120) == Stalled.exit_code, run.log
+    assert run.wait(280) == Stalled.exit_code, run.log
     reports = [p.read_text() for p in (run.directory / "faults").glob("*/report.txt")]
     assert any("lease of message queue" in text for text in reports)
     stacks = "".join(p.read_text() for p in (run.directory / "faults").glob("*/stacks/*"))
@@ -156,6 +160,7 @@ def test_a_run_in_which_nothing_moves_is_stopped_with_the_stacks(start):
     assert "default_worker.py" in stacks, "the actors"
 
 
+@pytest.mark.slow
 def test_an_environment_that_raises_hangs_exits_or_returns_nonsense_fails_its_group_not_the_run(start):
     run = start(
         *SMALL,
@@ -191,6 +196,7 @@ def test_an_environment_that_raises_hangs_exits_or_returns_nonsense_fails_its_gr
     assert {q["ordinal"] for q in quarantined} == set(failed)
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_or_kills_its_process_is_killed_counted_and_tried_again(start):
     run = start(
         *SMALL,
@@ -207,6 +213,7 @@ def test_a_reward_that_hangs_or_kills_its_process_is_killed_counted_and_tried_ag
     assert any("ProcessDied" in d for d in details)
 
 
+@pytest.mark.slow
 def test_a_dataset_without_signal_stops_the_run_with_a_message(start):
     run = start(
         *SMALL,
@@ -215,12 +222,13 @@ def test_a_dataset_without_signal_stops_the_run_with_a_message(start):
         "algorithm.dynamic_sampling=true",
         "algorithm.filtered_window=32",
     )
-    assert run.wait(180) == RunFailed.exit_code, run.log
+    assert run.wait(600) == RunFailed.exit_code, run.log
     assert "32 of the last 32" in run.log
     assert_audited(run, max_lag=2)
 
 
-@pytest.mark.parametrize("policy", ["refill", pytest.param("mask", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["refill", "mask"])
 def test_stragglers_never_break_the_limit_under_any_policy(start, policy):
     run = start(
         *SMALL,
@@ -252,6 +260,7 @@ def test_a_rolling_publish_keeps_the_fleet_generating(start):
     assert any(r["weights/publish_tokens_fraction"] > 0 for r in run.metrics)
 
 
+@pytest.mark.slow
 def test_publishes_beside_training_and_a_replica_that_is_killed_meanwhile(start):
     run = start(*SMALL, "run.max_steps=12", "weights.overlap=true", "weights.bucket_bytes=4096")
     run.wait_for_step(3)
@@ -263,13 +272,14 @@ def test_publishes_beside_training_and_a_replica_that_is_killed_meanwhile(start)
     assert sorted(set(versions)) == list(range(13))
 
 
+@pytest.mark.slow
 def test_partial_trajectories_and_sinks_survive_a_signal(start, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     slow = (*SMALL, "rollout.environment=tests.e2e.faulty:Straggles", "observability.sinks=[wandb,tensorboard]")
     run = start(*slow, "run.max_steps=2000")
     run.wait_for_step(3)
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait(60) == 143, run.log
+    assert run.wait(150) == 143, run.log
     step = run.metrics[-1]["step"]
     kept = load_partials(run.directory / "checkpoints" / f"step_{step}" / "queue")
     assert kept, "stragglers were being generated"

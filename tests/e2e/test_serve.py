@@ -45,7 +45,7 @@ class Server:
                 stderr=subprocess.STDOUT,
             )
 
-    def wait_for(self, condition, what, timeout_s=60):
+    def wait_for(self, condition, what, timeout_s=180):
         """What `condition` gives for the discovery file, once that is true."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -62,8 +62,8 @@ class Server:
         """Its exit code after the signal `number`, and the processes that are left of it."""
         left = self.descendants()
         self.process.send_signal(number)
-        code = self.process.wait(60)
-        _, alive = psutil.wait_procs(left, timeout=30)
+        code = self.process.wait(150)
+        _, alive = psutil.wait_procs(left, timeout=60)
         return code, alive
 
 
@@ -80,7 +80,7 @@ def serve(inputs, tmp_path):
         if server.process.poll() is None:
             children = server.descendants()
             server.process.kill()
-            server.process.wait(10)
+            server.process.wait(60)
             for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.kill()
@@ -126,7 +126,7 @@ def test_a_fleet_serves_survives_a_kill_and_ends_with_a_signal(serve):
     began = []
     with ThreadPoolExecutor(4) as threads:
         running = [threads.submit(long_answer, seed, began.append) for seed in range(4)]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len(began) < 4:
             assert time.monotonic() < deadline, began
             time.sleep(0.005)
@@ -151,6 +151,7 @@ def test_a_fleet_serves_survives_a_kill_and_ends_with_a_signal(serve):
     assert not server.file.exists()
 
 
+@pytest.mark.slow
 def test_under_load_the_only_replica_is_killed_and_no_request_fails(serve):
     """OpenAI's client without retries: requests in flight and those that come wait for the replacement."""
     server = serve("torch.max_model_len=512")
@@ -176,7 +177,7 @@ def test_under_load_the_only_replica_is_killed_and_no_request_fails(serve):
 
     with ThreadPoolExecutor(8) as threads:
         running = [threads.submit(ask, seed) for seed in range(4)]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len(set(began)) < 4:
             assert time.monotonic() < deadline, began
             time.sleep(0.005)
@@ -186,11 +187,12 @@ def test_under_load_the_only_replica_is_killed_and_no_request_fails(serve):
     assert texts == [alone(seed) for seed in range(8)], "the same tokens as without a kill"
 
 
+@pytest.mark.slow
 def test_without_any_replica_it_ends_and_says_why(serve):
     server = serve("recovery.max_replica_restarts=0")
     found = server.wait_for(lambda f: True, "no fleet")
     os.kill(found["replicas"][0]["pid"], signal.SIGKILL)
-    assert server.process.wait(60) == 1
+    assert server.process.wait(150) == 1
     assert "raise recovery.max_replica_restarts" in server.output.read_text()
     assert not server.file.exists()
 

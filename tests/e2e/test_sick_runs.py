@@ -9,7 +9,7 @@ import pytest
 from asyncrl.commands.report import main
 from tests.e2e.conftest import SMALL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NO_CHECKPOINTS = "checkpoint.every_steps=0"
 OLD = "staleness.max_lag=4", "staleness.pacing=eager"
@@ -34,7 +34,6 @@ def finished(run):
     return sicknesses(run)
 
 
-@pytest.mark.slow
 def test_a_slow_reward(start):
     slow = "reward.function=tests.e2e.faulty:slow_reward", "reward.workers=1"
     titles, helps = finished(start(*SMALL, NO_CHECKPOINTS, *slow, "run.max_steps=8"))
@@ -51,7 +50,6 @@ def test_a_starved_trainer(start):
     assert "more replicas" in helps
 
 
-@pytest.mark.slow
 def test_overdue_stragglers(start):
     late = "rollout.environment=tests.e2e.faulty:Straggles", "staleness.max_lag=1"
     titles, _ = finished(start(*SMALL, NO_CHECKPOINTS, *late, "run.max_steps=8"))
@@ -81,7 +79,6 @@ def test_a_collapsed_ratio(start):
     assert "Collapsed importance ratio" in titles
 
 
-@pytest.mark.slow
 def test_a_run_that_the_guard_stops(start):
     """The same learning rate: the guard lowers the limit on the lag, that does not help, and the run ends with a
     checkpoint. It goes on from there with a sane rate, and with the limit that it had."""

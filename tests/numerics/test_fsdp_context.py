@@ -18,7 +18,7 @@ from asyncrl_testing.random_model import random_qwen3_moe
 from asyncrl_testing.rank_processes import run_ranks
 from tests.numerics.test_fsdp_ranks import FITTED, PPO, assert_close_metrics, assert_close_weights, build
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
 DEADLINE_S = 300
 LEASES = [random_lease(80 + step, step=step) for step in range(3)]

@@ -23,6 +23,7 @@ from asyncrl_testing.rank_processes import run_ranks
 
 pytestmark = [
     pytest.mark.numerics,
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
     ),

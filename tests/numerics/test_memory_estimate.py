@@ -17,6 +17,10 @@ SHORT = [
 ]
 
 
-@pytest.mark.parametrize("layout", SHORT, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [SHORT[1], *(pytest.param(layout, marks=pytest.mark.slow) for layout in (SHORT[0], *SHORT[2:]))],
+    ids=lambda layout: layout.name,
+)
 def test_what_is_announced_is_within_a_tenth_of_what_the_tracker_sees(layout):
     assert announced(layout) == pytest.approx(tracked_peak(layout.config, layout.trainer, layout.tokens), rel=0.1)

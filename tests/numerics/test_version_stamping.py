@@ -46,10 +46,12 @@ class TestTorchEngineTied(TorchEngineCase):
     tied = True
 
 
+@pytest.mark.slow
 class TestTorchEngineUntied(TorchEngineCase):
     tied = False
 
 
+@pytest.mark.slow
 class TestTorchEngineCollective(BoundarySuite):
     """The other transport of live weights, with the stamps alone."""
 

@@ -13,7 +13,7 @@ from asyncrl_testing.stamping_suite import BoundarySuite, StampingSuite
 from tests.make import require_vllm
 from tests.vllm_server import VllmServer
 
-pytestmark = [pytest.mark.numerics, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,13 +51,11 @@ class TestServersWithTheExtension(RemoteCase, StampingSuite):
     transport = "disk"
 
 
-@pytest.mark.slow
 class TestServersThatReceiveByGloo(RemoteCase):
     tied = False
     transport = "collective"
 
 
-@pytest.mark.slow
 class TestServersThatReload(RemoteCase):
     tied = False
     transport = "disk"

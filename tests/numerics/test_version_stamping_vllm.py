@@ -45,5 +45,6 @@ class TestVllmTied(VllmCase):
     tied = True
 
 
+@pytest.mark.slow
 class TestVllmUntied(VllmCase):
     tied = False

@@ -35,7 +35,7 @@ def unconfirmed(log: bytes) -> list[Finding]:
 SEEDS = st.integers(0, 2**32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(seed=SEEDS, crashes=st.booleans())
 def test_a_legal_log_is_clean_and_agrees_with_the_model(seed, crashes):
     run = Run(seed, crashes=crashes)
@@ -46,7 +46,7 @@ def test_a_legal_log_is_clean_and_agrees_with_the_model(seed, crashes):
     assert (audit.step, audit.outcome, audit.unfinished) == (STEPS, "finished", ())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS, crashes=st.booleans(), place=st.integers(0, 10**6))
 def test_a_lost_transition_is_found_unless_a_restart_undid_it(seed, crashes, place):
     events = Run(seed, crashes=crashes).events
@@ -62,7 +62,7 @@ def test_a_lost_transition_is_found_unless_a_restart_undid_it(seed, crashes, pla
         assert broken_promise(events) == ""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS, crashes=st.booleans(), place=st.integers(0, 10**6))
 def test_a_transition_told_twice_is_always_found(seed, crashes, place):
     events = Run(seed, crashes=crashes).events
@@ -72,7 +72,7 @@ def test_a_transition_told_twice_is_always_found(seed, crashes, place):
     assert replay(events).findings or events[at]["event"] == "end"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS, crashes=st.booleans(), place=st.integers(0, 10**6))
 def test_two_lines_that_changed_places_are_found_unless_they_commute(seed, crashes, place):
     events = Run(seed, crashes=crashes).events
@@ -86,7 +86,7 @@ def test_two_lines_that_changed_places_are_found_unless_they_commute(seed, crash
         assert broken_promise(events) == ""
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     seed=SEEDS,
     crashes=st.booleans(),
@@ -117,7 +117,7 @@ def test_a_number_that_changed_is_found_or_breaks_no_promise(seed, crashes, plac
 # -- the running hash -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(seed=SEEDS, place=st.integers(0, 10**6), how=st.sampled_from(["cut", "twice", "exchanged", "edited", "torn"]))
 def test_the_hashes_tell_of_any_line_that_is_not_as_it_was_written_while_another_follows(seed, place, how):
     lines = sealed(Run(seed, crashes=True).events).splitlines(keepends=True)
@@ -179,7 +179,7 @@ def test_writers_that_race_die_and_tear_lines_leave_hashes_that_fit(tmp_path):
     assert unconfirmed(path.read_bytes()) == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(junk=st.binary(max_size=300), cut=st.integers(0, 10**6), keep=st.booleans())
 @example(junk=b"[" * 200_000 + b"\n", cut=7, keep=True)
 @example(junk=b'{"event": ' * 200_000 + b"\n", cut=7, keep=True)
@@ -539,7 +539,7 @@ JSON = st.recursive(
 KIND = st.sampled_from(sorted(EVENTS))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS, place=st.integers(0, 10**6), kind=KIND, others=st.lists(JSON, max_size=3), data=st.data())
 def test_no_event_is_too_much_for_it(seed, place, kind, others, data):
     """Events of all kinds with any values, among others that may make sense of them."""
@@ -552,7 +552,7 @@ def test_no_event_is_too_much_for_it(seed, place, kind, others, data):
     assert replay(events).findings
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=66, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from(["events.jsonl", "metrics.jsonl", "config.json", *CHECKPOINT]))
 def test_no_file_is_too_much_for_it(run_dir, data, name):
     """A file that is replaced, by bytes or by JSON, or that has some other bytes: a report, or no run directory."""

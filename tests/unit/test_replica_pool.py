@@ -59,10 +59,10 @@ class Control:
             raise self.stats_error
         return SimpleNamespace(replica_id=self.replica_id, must_leave=self.must_leave)
 
-    def reset(self, timeout_s):
+    def reset(self, timeout_s, incarnation):
         if self.reset_error:
             raise self.reset_error
-        self.calls.append("reset")
+        self.calls.append(("reset", incarnation))
 
     def forget_client(self, client_id):
         self.calls.append(("forget", client_id))
@@ -500,7 +500,7 @@ async def test_a_late_replica_is_set_aside_and_rejoins_as_a_newcomer_that_has_fo
     late.go_on()
     await asyncio.wait_for(whole(pool), 5)
     back = pool.members[0]
-    assert (late.renewed, late.calls, list(pool.newcomers)) == ([back], ["reset"], [0])
+    assert (late.renewed, late.calls, list(pool.newcomers)) == ([back], [("reset", 1)], [0])
     assert back is not late, "who holds the former control takes it for another incarnation"
     assert rig.announced == []
     await pool.committed(pool.members)
@@ -599,7 +599,7 @@ async def test_a_client_that_is_gone_is_forgotten_by_all_also_by_one_that_was_su
     assert 1 in pool.members, "the health watch finds it"
     rig.made[0].go_on()
     await asyncio.wait_for(whole(pool, 3), 5)
-    assert rig.made[0].calls == ["reset", ("forget", "rollouter-1")]
+    assert rig.made[0].calls == [("reset", 1), ("forget", "rollouter-1")]
     await pool.stop(1)
 
 
@@ -615,7 +615,7 @@ async def test_a_fence_makes_newcomers_of_all_and_the_next_publish_announces_the
     assert pool.serving == {}, "at once, whatever the replicas take"
     rig.made[0].go_on()
     await asyncio.wait_for(fencing, 5)
-    assert [c.calls for c in rig.made] == [["reset"], [], ["reset"]]
+    assert [c.calls for c in rig.made] == [[("reset", 1)], [], [("reset", 2)]]
     assert pool.newcomers == {0: rig.made[0], 1: rig.made[2]}
     following = Rig()
     await pool.set_listener(following.listen)
@@ -664,7 +664,7 @@ async def test_a_leased_replica_is_withdrawn_and_no_member_until_its_lease_ends(
     assert rig.pool.newcomers == {}, "a catch-up passes it by"
     assert sorted(s.replica_id for s in await rig.pool.stats()) == [0, 1, 2], "its health is watched"
     await rig.pool.end_lease(leases)
-    assert rig.made[2].calls == ["reset"]
+    assert rig.made[2].calls == [("reset", 1)]
     assert rig.pool.newcomers == {2: rig.made[2]}
     assert rig.pool.those("leased") == {}
     await rig.pool.committed(rig.pool.members)
@@ -734,7 +734,7 @@ async def test_a_fence_ends_leases():
     await rig.pool.lease(1)
     await rig.pool.fence()
     assert (rig.pool.those("leased"), sorted(rig.pool.newcomers)) == ({}, [0, 1])
-    assert rig.made[1].calls == ["reset"]
+    assert rig.made[1].calls == [("reset", 1)]
 
 
 # -- joining and leaving -----------------------------------------------------------------------------------------------
@@ -873,7 +873,7 @@ async def test_a_leased_replica_may_leave_and_its_evaluation_sees_it():
     await settled()
     assert (pool.those("leased"), sorted(pool.table.rows)) == ({}, [0, 1])
     await pool.end_lease(leases)
-    assert "reset" not in rig.made[2].calls
+    assert rig.made[2].calls == ["stop"], "it was not reset"
     await pool.stop(1)
 
 

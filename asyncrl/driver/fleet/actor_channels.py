@@ -15,16 +15,28 @@ _NUMBERS = itertools.count()
 
 
 class ReplicaActorChannel:
-    """A `ReplicaChannel` over a Ray actor handle. `external`: its client is not part of the run. Each has an outbox of
-    its own at the replica: a collection whose connection broke takes nothing that came for the next channel."""
+    """A `ReplicaChannel` over a Ray actor handle. `external`: its client is not part of the run. `incarnation`: as of
+    `Replica.submit`. Each has an outbox of its own at the replica: a collection whose connection broke takes nothing
+    that came for the next channel."""
 
-    def __init__(self, replica_id: int, handle: ActorHandle, client_id: str, *, external: bool = False) -> None:
+    def __init__(
+        self,
+        replica_id: int,
+        handle: ActorHandle,
+        client_id: str,
+        *,
+        external: bool = False,
+        incarnation: int | None = None,
+    ) -> None:
         self.actor = ActorClient(handle, replica(replica_id), has_line=True)
         self._client_id = f"{client_id}/{next(_NUMBERS)}"
         self._external = external
+        self._incarnation = incarnation
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
-        await self.actor.call(CALL_TIMEOUT_S, Replica.submit, self._client_id, requests, self._external)
+        await self.actor.call(
+            CALL_TIMEOUT_S, Replica.submit, self._client_id, requests, self._external, self._incarnation
+        )
 
     async def collect(self, wait_s: float, gather_s: float) -> list[TokenChunk]:
         timeout_s = wait_s + CALL_TIMEOUT_S
@@ -41,6 +53,8 @@ def channels(table: ReplicaTable, client_id: str, *, external: bool = False) -> 
     """The table with a channel of this client, instead of the control, as the handle of each replica."""
 
     def channel(replica_id: int, row: ReplicaRow) -> ReplicaActorChannel:
-        return ReplicaActorChannel(replica_id, row.handle.handle, client_id, external=external)
+        return ReplicaActorChannel(
+            replica_id, row.handle.handle, client_id, external=external, incarnation=row.incarnation
+        )
 
     return replace(table, rows={i: replace(row, handle=channel(i, row)) for i, row in table.rows.items()})

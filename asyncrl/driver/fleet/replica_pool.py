@@ -319,7 +319,7 @@ class ReplicaPool:
         failed."""
 
         async def one(replica_id: int, control: ReplicaControl) -> None:
-            if await self._reset(replica_id, control) and self.those("leased").get(replica_id) is control:
+            if await self._reset(replica_id, control, becomes=1) and self.those("leased").get(replica_id) is control:
                 self._membership.apply(replica_id, "lease_ended")
                 self._on_event(events.ReplicaReturned(replica_id))
 
@@ -345,11 +345,12 @@ class ReplicaPool:
     def _leaves(self, replica_id: int) -> bool:
         return self._membership.members[replica_id].state == "leaving"
 
-    async def _reset(self, replica_id: int, control: ReplicaControl) -> bool:
-        """True when the replica has forgotten what it was asked; one that does not answer has failed."""
+    async def _reset(self, replica_id: int, control: ReplicaControl, becomes: int = 0) -> bool:
+        """True when the replica, `becomes` incarnations later, has forgotten its requests; else it has failed."""
         limit_s = self._settings.health_timeout_s
         try:
-            await control.call(limit_s + GRACE_S, Replica.reset, limit_s)
+            incarnation = self._membership.members[replica_id].incarnation + becomes
+            await control.call(limit_s + GRACE_S, Replica.reset, limit_s, incarnation)
         except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
             self.fail(replica_id, control, error)
             return False
@@ -368,7 +369,7 @@ class ReplicaPool:
     async def _rejoin(self, replica_id: int, control: ReplicaControl, why: BaseException | str) -> None:
         """Makes a suspended replica a newcomer when it answers again. One that is dead or takes too long has failed."""
         try:
-            await self._answer_again(control, why)
+            await self._answer_again(replica_id, control, why)
         except Exception as failure:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
             self.fail(replica_id, control, failure)
             return
@@ -377,17 +378,17 @@ class ReplicaPool:
             self._on_event(events.ReplicaRejoined(replica_id))
             self._changed.set()
 
-    async def _answer_again(self, control: ReplicaControl, why: BaseException | str) -> None:
+    async def _answer_again(self, replica_id: int, control: ReplicaControl, why: BaseException | str) -> None:
         """Returns when the replica has answered and has dropped its requests. Raises DeadlineExceeded after
         `rejoin_timeout_s`, ProcessDied."""
         health_s, limit_s = self._settings.health_timeout_s, self._settings.rejoin_timeout_s
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + limit_s
+        deadline, incarnation = loop.time() + limit_s, self._membership.members[replica_id].incarnation + 1
         while True:
             try:
                 await control.call(max(0.01, min(deadline - loop.time(), health_s)), Replica.stats)
                 reset_s = max(deadline - loop.time(), health_s)
-                await control.call(reset_s + GRACE_S, Replica.reset, reset_s)
+                await control.call(reset_s + GRACE_S, Replica.reset, reset_s, incarnation)
                 return await self._clients.forget_all(control)
             except DeadlineExceeded:
                 if loop.time() >= deadline:
