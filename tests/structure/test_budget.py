@@ -14,11 +14,11 @@ pytestmark = pytest.mark.structure
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "asyncrl"
-LINES = 45_690
-LINES_OF_TESTS = 41_330
-FILES = 494
-PROTOCOLS = 59
-REFUSALS = 146
+LINES = 44_440
+LINES_OF_TESTS = 41_470
+FILES = 485
+PROTOCOLS = 33
+REFUSALS = 131
 """Limits of what is there. They only fall; what an addition may cost, docs/adr/0020-a-budget-of-lines.md says."""
 LAYOUT = {
     tokenize.COMMENT,
