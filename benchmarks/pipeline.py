@@ -40,7 +40,7 @@ import psutil
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
 from asyncrl.environments import Session, Task
-from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.environments.environment import SingleTurn
 from asyncrl.types import Generation, Trajectory
 from asyncrl.types.metrics import Metric
 

@@ -29,8 +29,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
-from asyncrl.environments.environment import Session, Task
-from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.environments.environment import Session, SingleTurn, Task
 from asyncrl.types import Trajectory
 from benchmarks.learning_tables import interval
 from benchmarks.quickstart import run

@@ -45,7 +45,7 @@ LOOPS = (
     ("Replica pool", "driver", "driver/fleet/replica_pool.py", "ReplicaPool"),
     ("Number of replicas", "driver", "driver/fleet/fleet_size.py", "FleetSize.watch"),
     ("Requests of asyncrl-scale", "driver", "driver/scale_requests.py", "ScaleDesk.serve"),
-    ("Watchdog", "a thread of the driver", "observability/watchdog.py", "Watchdog._watch"),
+    ("Watchdog", "a thread of the driver", "driver/run.py", "Watchdog._watch"),
     ("Janitor", "a process of its own", "driver/cluster/janitor.py", "main"),
     ("Admission loop", "rollouter", "rollout/rollouter.py", "Rollouter._admit"),
     ("Group task", "rollouter, one per ticket", "rollout/rollouter.py", "Rollouter._group"),

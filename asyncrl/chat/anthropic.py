@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from asyncrl.chat.errors import ApiError, unsupported
-from asyncrl.chat.fields import Fields, Length, Served, parsed
+from asyncrl.chat.fields import ApiError, Fields, Length, Served, parsed, unsupported
 from asyncrl.chat.reply import Dialect, End, Event, MadeCall, Reply, text_of, texts_joined, with_system
 
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}

@@ -15,8 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from asyncrl.chat.errors import ApiError
-from asyncrl.chat.fields import json_value
+from asyncrl.chat.fields import ApiError, json_value
 
 T = TypeVar("T")
 

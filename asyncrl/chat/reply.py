@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from asyncrl.chat.errors import ApiError, bad_field
-from asyncrl.chat.fields import short
+from asyncrl.chat.fields import ApiError, bad_field, short
 from asyncrl.data.tool_calls import ToolCall
 
 DONE = "data: [DONE]\n\n"

@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from asyncrl.chat.errors import ApiError, bad_field, unsupported
-from asyncrl.chat.fields import Fields, Length, Served, parsed
+from asyncrl.chat.fields import ApiError, Fields, Length, Served, bad_field, parsed, unsupported
 from asyncrl.chat.reply import Dialect, End, Event, MadeCall, Reply, text_of, texts_joined, with_system
 
 _TEXT_PARTS = ("input_text", "output_text", "text")

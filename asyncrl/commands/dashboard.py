@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from asyncrl.checkpoint.run_directory import RunDirectory
-from asyncrl.config.observability import SINKS
+from asyncrl.config.run import SINKS
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
 
 

@@ -34,8 +34,8 @@ from asyncrl.config.load import load_recipe, serving_api_key
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import is_hub_model
 from asyncrl.config.recipe import Recipe
-from asyncrl.config.recovery import RecoveryConfig
 from asyncrl.config.rollout import RolloutConfig
+from asyncrl.config.run import RecoveryConfig
 from asyncrl.config.serving import ServingConfig
 from asyncrl.data.model_files import check_model, hub_facts
 from asyncrl.data.tokenizer import load_tokenizer

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from asyncrl.config.checks import require
+from asyncrl.config.rollout import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+from asyncrl.ranges import Positive, PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,4 +26,86 @@ class ModelConfig:
     def __post_init__(self) -> None:
         require(
             bool(self.path), asked="model.path=''", found="no model", do="set model.path to a directory or hub name"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPoolConfig:
+    """Replicas of another model than the policy. They serve its files from their start and never get a publish."""
+
+    path: str | None = None
+    """Directory in Hugging Face format, or a hub name. None: there is no such pool."""
+    revision: str | None = None
+    """Hub revision; None takes the default branch."""
+    trust_remote_code: bool = False
+    """Run model code that ships with the checkpoint."""
+    chat_template: str | None = None
+    """Path of a Jinja chat template that replaces the tokenizer's own. A teacher reads tokens of the policy, and none
+    of its own."""
+    enable_thinking: bool | None = None
+    """Passed to chat templates that know it (Qwen3); None leaves it out."""
+    inference_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Weights and compute of the replicas."""
+    num_replicas: PositiveInt = 1
+    """Copies of the model; one Ray actor each. Those that fail are replaced within recovery.max_replica_restarts, a
+    count of this pool's own."""
+    engine: Literal["torch", "vllm"] = "torch"
+    """As rollout.engine."""
+    torch: TorchEngineConfig = field(default_factory=TorchEngineConfig)
+    """As rollout.torch; max_model_len None takes what is asked of the pool."""
+    vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
+    """As rollout.vllm; max_model_len None takes what is asked of the pool."""
+    request_timeout_s: Positive = 300.0
+    """Longest time for one answer over all its attempts, the wait for a replica included; after it the attempt at the
+    group fails."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model of the pool. `path` is set."""
+        assert self.path is not None, "there is such a pool"
+        return ModelConfig(
+            path=self.path,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            chat_template=self.chat_template,
+            enable_thinking=self.enable_thinking,
+            inference_dtype=self.inference_dtype,
+        )
+
+    def __post_init__(self) -> None:
+        require(
+            self.vllm.gpu_share == 1,
+            asked=f"vllm.gpu_share={self.vllm.gpu_share:g} of a teacher or judge",
+            found="only a replica of the policy shares its GPU, with a trainer rank",
+            do="leave it out; engine=torch shares the GPUs that are left",
+        )
+        if self.engine == "vllm":
+            self.vllm.check_dtype(self.inference_dtype, key="vllm", dtype_key="inference_dtype")
+
+    def replicas(self, context_tokens: int, *, key: str, is_least: bool = True, max_logprobs: int = 0) -> RolloutConfig:
+        """The settings of the replicas, as those of the policy's are written.
+
+        Args:
+            context_tokens: of the engine, where `max_model_len` is not set.
+            is_least: a smaller one is refused.
+            key: the section of the recipe, for messages.
+            max_logprobs: of engine vllm, at least.
+
+        Raises ConfigError: `max_model_len` is set and smaller.
+        """
+        engine = self.torch if self.engine == "torch" else self.vllm
+        found = engine.max_model_len
+        require(
+            not is_least or found is None or found >= context_tokens,
+            asked=f"{key}.{self.engine}.max_model_len={found}",
+            found=f"a request to this pool may have {context_tokens} tokens",
+            do=f"raise it to {context_tokens} or leave it out",
+        )
+        length = found or context_tokens
+        return RolloutConfig(
+            num_replicas=self.num_replicas,
+            min_replicas=1,
+            engine=self.engine,
+            torch=replace(self.torch, max_model_len=length),
+            vllm=replace(self.vllm, max_model_len=length, max_logprobs=max(self.vllm.max_logprobs, max_logprobs)),
         )

@@ -9,21 +9,16 @@ from typing import Literal
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.algorithm_parts import ADVANTAGES, LOSSES
-from asyncrl.config.batch import BatchConfig
-from asyncrl.config.checkpoint import CheckpointConfig
 from asyncrl.config.checks import check_ranges, require
 from asyncrl.config.data import DataConfig
 from asyncrl.config.environments import JUDGES
 from asyncrl.config.evaluation import EvalConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.model_pool import ModelPoolConfig
-from asyncrl.config.observability import ObservabilityConfig
+from asyncrl.config.model import ModelConfig, ModelPoolConfig
 from asyncrl.config.placement import Placement, require_turns, require_wakes, with_sleep
-from asyncrl.config.recovery import RecoveryConfig
 from asyncrl.config.remote_engine import require_takes_publishes
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.config.rollout import OVERLONG_SHARE, RolloutConfig, response_limit, with_experts, with_lengths
-from asyncrl.config.run import RayConfig, RunSection
+from asyncrl.config.run import BatchConfig, CheckpointConfig, ObservabilityConfig, RayConfig, RecoveryConfig, RunSection
 from asyncrl.config.staleness import StalenessConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig

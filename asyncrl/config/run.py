@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 
 from asyncrl.config.checks import check_ranges, require
-from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt
+from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,3 +59,105 @@ class RayConfig:
                 found="no name of an environment variable, or one that asyncrl or Ray sets for each process",
                 do="remove it; what Ray reads is set where the cluster is started",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    groups_per_step: PositiveInt = 16
+    """Prompt groups that one step trains."""
+    group_size: PositiveInt = 8
+    """Trajectories per prompt group."""
+    num_minibatches: int = 1
+    """Optimizer updates per epoch of a step, each over its share of the groups. global_steps counts steps."""
+    num_epochs: PositiveInt = 1
+    """Passes of a step over its groups."""
+
+    def __post_init__(self) -> None:
+        check_ranges("batch.", self)
+        require(
+            1 <= self.num_minibatches <= self.groups_per_step,
+            asked=f"batch.num_minibatches={self.num_minibatches} of batch.groups_per_step={self.groups_per_step}",
+            found="every update needs a group",
+            do="set batch.num_minibatches between 1 and batch.groups_per_step",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    every_steps: NonNegativeInt = 20
+    """Optimizer steps between checkpoints; one is always written at the end. 0 writes only that one."""
+    keep: PositiveInt = 2
+    """Number of newest checkpoints to keep; older ones are deleted."""
+    background: bool = True
+    """Write while training continues, from a copy of the trainer's state in host memory. False: training waits."""
+    timeout_s: Positive = 1800.0
+    """Time for writing one checkpoint. One that takes longer is written on while its processes answer; each such time
+    counts as a failure."""
+    max_failures: NonNegativeInt = 2
+    """Failed checkpoints in a row (full disk, for example) that the run tolerates; one more stops it."""
+
+    def __post_init__(self) -> None:
+        check_ranges("checkpoint.", self)
+
+
+SINKS = ("wandb", "tensorboard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservabilityConfig:
+    sinks: list[str] = field(default_factory=list)
+    """Metric sinks besides metrics.jsonl: wandb, tensorboard."""
+    wandb_project: str = "asyncrl"
+    """W&B project. Without a login the run is recorded offline."""
+    samples_per_step: NonNegativeInt = 2
+    """Trajectories per admission version that are written to samples.jsonl."""
+    trace_every_groups: NonNegativeInt = 16
+    """Every n-th group records in spans.jsonl when its requests and rewards ran, for `asyncrl-report --trace`; 0: none.
+    """
+    progress: bool = True
+    """Live progress on a terminal; otherwise one line a step."""
+
+    def __post_init__(self) -> None:
+        check_ranges("observability.", self)
+        unknown = sorted(set(self.sinks) - set(SINKS))
+        require(
+            not unknown,
+            asked=f"observability.sinks={list(self.sinks)}",
+            found=f"unknown sinks {unknown}; metrics.jsonl is always written",
+            do=f"choose from {list(SINKS)}",
+        )
+
+
+LEAST_REPLICA_RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryConfig:
+    max_replica_restarts: NonNegativeInt | None = None
+    """Replacements of replicas (they died or got wrong weights) allowed within window_s; one more stops the run. None:
+    as many as there are replicas, but at least 3."""
+    max_restarts: NonNegativeInt = 3
+    """The same for restarts of the rollouter, and of the training side (trainer ranks and message queue); each has its
+    own count."""
+    window_s: Positive = 3600.0
+    """Seconds after which a restart no longer counts."""
+    rejoin_timeout_s: NonNegative = 30.0
+    """How long a suspended replica may take to answer again before it is replaced; nothing waits for it. A replica is
+    suspended when it answers too late, for example because its process is stopped."""
+    stall_timeout_s: Positive | None = None
+    """The run stops when nothing in it makes progress for this long, and writes the stacks of all its processes. None:
+    twice the longest wait that the recipe allows. A smaller value may stop a run that waits for one long response."""
+
+    def __post_init__(self) -> None:
+        check_ranges("recovery.", self)
+
+    def replica_restarts(self, num_replicas: int) -> int:
+        """`max_replica_restarts`, set or derived."""
+        if self.max_replica_restarts is not None:
+            return self.max_replica_restarts
+        return max(LEAST_REPLICA_RESTARTS, num_replicas)
+
+    def replicas_per_response(self, num_replicas: int) -> int:
+        """A response fails when this many replicas died while they worked on it: it may be what kills them. Of a small
+        budget the pool gives up first; a large one is not for one response to spend."""
+        return min(LEAST_REPLICA_RESTARTS, self.replica_restarts(num_replicas)) + 1

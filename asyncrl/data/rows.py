@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from asyncrl.errors import DataError, explain
 
 T = TypeVar("T")
@@ -257,3 +259,26 @@ def _kind(value: object) -> str:
 
 def _malformed(origin: str, found: str, do: str) -> DataError:
     return DataError(explain(f"the row at {origin}", found, do))
+
+
+# Records of prompts: where the rows of a mixture come from, and the rendered rows of a held-out set.
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRows:
+    """Rows `[start, stop)` of the training prompts come from the source `name`, which has `weight` in the mixture."""
+
+    name: str
+    weight: float
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RenderedPrompts:
+    """The rows of a held-out set beside their prompts: `prompt_ids[i]` is [P] int32 and belongs to `rows[i]`;
+    `num_dropped` rows were too long. Training prompts are a `data.training_set.TrainingSet`."""
+
+    rows: tuple[PromptRow, ...]
+    prompt_ids: tuple[np.ndarray, ...]
+    num_dropped: int

@@ -26,8 +26,8 @@ from asyncrl.driver.cluster.ray_session import Cluster
 from asyncrl.driver.fleet.device_turns import SharedDevices
 from asyncrl.driver.fleet.engine_turns import EngineTurns
 from asyncrl.driver.fleet.fleet_size import FleetLimits, FleetSize
+from asyncrl.driver.fleet.membership import PoolSettings
 from asyncrl.driver.fleet.model_pools import ClusterGpus, ModelPools
-from asyncrl.driver.fleet.pool_settings import PoolSettings
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.driver.fleet.rollouters import Rollouters
 from asyncrl.driver.fleet.trainer_pool import TrainerPool

@@ -12,8 +12,7 @@ from math import prod
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import DEFAULT_MEMORY_SHARE
 from asyncrl.config.trainer import FsdpConfig, MegatronConfig, TrainerConfig
-from asyncrl.driver.cluster.address import joined_address, visible_gpus
-from asyncrl.driver.cluster.placement import Demand
+from asyncrl.driver.cluster.placement import Demand, joined_address, visible_gpus
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.backends import memory_of, require_fits
 from asyncrl.trainer.model_tensors import RankMemory, Shape, model_tensors

@@ -20,8 +20,7 @@ from asyncrl.config.threads import local_cores, replica_threads, trainer_threads
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.model_files import cached_facts, check_model, hub_facts
-from asyncrl.data.prompts import RenderedPrompts
-from asyncrl.data.rows import PromptRow
+from asyncrl.data.rows import PromptRow, RenderedPrompts
 from asyncrl.data.tokenizer import (
     PromptRenderer,
     load_tokenizer,
@@ -31,8 +30,7 @@ from asyncrl.data.tokenizer import (
 )
 from asyncrl.data.tool_calls import format_of, takes_tools, template_text
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
-from asyncrl.driver.cluster.address import joined_address, visible_gpus
-from asyncrl.driver.cluster.placement import Demand, describe_demand
+from asyncrl.driver.cluster.placement import Demand, describe_demand, joined_address, visible_gpus
 from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes
 from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.environments import check_environment, prompt_tools

@@ -6,9 +6,9 @@ import os
 
 from asyncrl.config.load import environment_defaults
 from asyncrl.config.recipe import Recipe
-from asyncrl.driver.cluster.address import joined_address
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.cluster.janitor import RUN_VARIABLE
+from asyncrl.driver.cluster.placement import joined_address
 from asyncrl.inference.engines import ENGINES, SCRATCH
 from asyncrl.trainer.backends import BACKENDS
 from asyncrl.trainer.trainer_spec import TrainerSpec

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _single_turn(recipe: Recipe, chat: Chat) -> Environment:
-    from asyncrl.environments.single_turn import SingleTurn
+    from asyncrl.environments.environment import SingleTurn
 
     return SingleTurn()
 

@@ -15,8 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from asyncrl.chat.errors import unsupported
-from asyncrl.chat.fields import Fields, Length, Text, asks_for_nothing, parsed, short
+from asyncrl.chat.fields import Fields, Length, Text, asks_for_nothing, parsed, short, unsupported
 from asyncrl.chat.http import frame
 from asyncrl.chat.messages import Calls, Name, OfferedTool, for_template, signatures
 from asyncrl.chat.reply import DONE, End, MadeCall, Reply, head, made_call, usage, written_parts

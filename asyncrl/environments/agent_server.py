@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 
 from asyncrl.chat.connection_guard import ConnectionGuard, ConnectionLimits
 from asyncrl.chat.dialects import DIALECTS
-from asyncrl.chat.errors import ApiError
+from asyncrl.chat.fields import ApiError
 from asyncrl.chat.http import (
     ClientLeft,
     EventStream,

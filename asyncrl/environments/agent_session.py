@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrl.chat.errors import ApiError
+from asyncrl.chat.fields import ApiError
 from asyncrl.chat.messages import with_names
 from asyncrl.data.tool_calls import PARSERS, ParserName, ToolPrompt, described
 from asyncrl.environments.agent_requests import AgentReply, AgentRequest, reply_message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import inspect
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -164,3 +165,26 @@ def require_package_of(module: str) -> None:
         found=f"{module} {installed}, needed {versions}",
         do=f"pip install 'asyncrl[{extra}]'",
     )
+
+
+# One prompt, one response, one reward.
+
+
+class SingleTurn:
+    async def run(self, task: Task, session: Session) -> Trajectory:
+        started_s = time.time()
+        generation = await session.generate(task.prompt_ids)
+        result = await session.reward(generation.token_ids, task.row)
+        return Trajectory(
+            prompt_ids=task.prompt_ids,
+            response_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            loss_mask=np.ones(len(generation.token_ids), np.bool_),
+            segments=generation.segments,
+            reward=result.reward,
+            reward_parts=result.parts,
+            finish_reason=generation.finish_reason,
+            started_s=started_s,
+            finished_s=time.time(),
+            extra=generation.extra,
+        )

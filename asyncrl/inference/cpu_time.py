@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,3 +64,18 @@ def _seconds(process: psutil.Process) -> float:
         times = process.cpu_times()
         return times.user + times.system
     return 0.0
+
+
+# The priority of engines on CPUs that they share with the rest of a run.
+
+
+DECODE_NICENESS = 2
+"""By this a decode loop has a lower priority than trainer ranks, the queue and rollouters, which may share its cores:
+a step waits for these. The server of a run stays below it (`serving.run_server.NICENESS`)."""
+
+
+def yield_to_others() -> None:
+    """Lowers the priority of this thread, and of the threads and processes that it starts from now on. Nothing is done
+    elsewhere than on Linux, where it would be that of the process."""
+    if sys.platform == "linux":
+        os.nice(DECODE_NICENESS)

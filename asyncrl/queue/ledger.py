@@ -19,10 +19,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from asyncrl.errors import LedgerError
-from asyncrl.queue.group_records import End, GroupRecord, LedgerSnapshot, State
 from asyncrl.queue.staleness import Candidate, Selection, StalenessPolicy
 from asyncrl.types import LedgerCounts, Ticket
 from asyncrl.types.events import GroupChanged, Transition
@@ -391,3 +391,43 @@ class Ledger:
         counts = self.counts
         if counts.admitted != counts.active + counts.ended or counts.active != len(self._records):
             raise LedgerError(f"the ledger does not balance: {counts}, {len(self._records)} records")
+
+
+# The records that the ledger keeps of groups, as plain values.
+
+
+State = Literal["running", "ready", "leased"]
+End = Literal["trained", "filtered", "expired", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """An unfinished group.
+
+    `version` is that of its oldest token, or of its admission while it has none; of a leased group, that of its oldest
+    trained token. `failures` counts against the retry budget. `issued` is False while a running group waits for a
+    ticket. `kept` is True when tokens from a checkpoint, none older than `version`, wait with it.
+    """
+
+    ordinal: int
+    attempt: int
+    version: int
+    state: State
+    issued: bool = True
+    failures: int = 0
+    kept: bool = False
+
+    @property
+    def ticket(self) -> Ticket:
+        return Ticket(self.ordinal, self.attempt, self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSnapshot:
+    """The whole state of a ledger."""
+
+    step: int
+    version: int
+    next_ordinal: int
+    counts: LedgerCounts
+    records: tuple[GroupRecord, ...]

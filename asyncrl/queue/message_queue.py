@@ -19,8 +19,7 @@ from asyncrl.config.hidden import Hidden
 from asyncrl.errors import ConfigError, LedgerError, RunFailed, explain
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.budgets import EndBudgets
-from asyncrl.queue.group_records import GroupRecord
-from asyncrl.queue.ledger import Ledger
+from asyncrl.queue.ledger import GroupRecord, Ledger
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
 from asyncrl.queue.pacing import PacingName, build_pacing, shortfall
 from asyncrl.queue.saved_state import SavedState, load_state, save_state

@@ -11,7 +11,7 @@ from pathlib import Path
 from asyncrl.errors import ConfigError, explain
 from asyncrl.json_records import from_plain
 from asyncrl.queue.group_files import load_groups, load_partials, save_groups, save_partials
-from asyncrl.queue.group_records import LedgerSnapshot
+from asyncrl.queue.ledger import LedgerSnapshot
 from asyncrl.queue.masking import StoredGroup
 from asyncrl.types import PartialGroup
 

@@ -16,14 +16,12 @@ from asyncrl.errors import ConfigError, DataError, explain
 from asyncrl.registry import resolve
 from asyncrl.rewards.code import CodeReward, check_tests
 from asyncrl.rewards.custom import CustomReward
-from asyncrl.rewards.exact import exact_reward
 from asyncrl.rewards.math import check_truth, math_reward
 from asyncrl.rewards.multiple_choice import multiple_choice_reward, true_letter
 from asyncrl.rewards.numeric import NumericReward, true_number
-from asyncrl.rewards.regex import RegexReward
 from asyncrl.rewards.remote import RemoteReward
 from asyncrl.rewards.reward import RewardFunction, RewardResult
-from asyncrl.rewards.zero import zero_reward
+from asyncrl.rewards.text import RegexReward, exact_reward, zero_reward
 
 REWARDS: dict[str, Callable[[RewardConfig], RewardFunction]] = {
     "code": CodeReward,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrl.chat.errors import ApiError
+from asyncrl.chat.fields import ApiError
 from asyncrl.data.call_splitter import CallFormat, joined_parts
 from asyncrl.errors import AsyncRLError, BadRequest
 from asyncrl.serving.choice import Choice, ChoiceForm, Delta, Finished

@@ -23,8 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from asyncrl.chat.dialects import DIALECTS
-from asyncrl.chat.errors import ApiError, bad_field
-from asyncrl.chat.fields import short
+from asyncrl.chat.fields import ApiError, bad_field, short
 from asyncrl.chat.http import (
     BODY_TIMEOUT_S,
     ClientLeft,

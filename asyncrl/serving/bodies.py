@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from asyncrl.chat.errors import ApiError
+from asyncrl.chat.fields import ApiError
 from asyncrl.chat.http import frame
 from asyncrl.chat.reply import DONE, End, Event, Reply, call_body, call_id, head, made_call, usage, written_parts
 from asyncrl.data.call_splitter import Part

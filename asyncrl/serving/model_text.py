@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncrl.chat.errors import ApiError
+from asyncrl.chat.fields import ApiError
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat import Chat
 from asyncrl.data.tokenizer import stop_token_ids

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from asyncrl.chat.errors import bad_field, unsupported
 from asyncrl.chat.fields import (
     NOT_SERVED,
     WHOLE,
@@ -20,8 +19,10 @@ from asyncrl.chat.fields import (
     Length,
     Served,
     Text,
+    bad_field,
     parsed,
     short,
+    unsupported,
     whole,
 )
 from asyncrl.chat.messages import MAX_TOOLS, Calls, Name, OfferedTool

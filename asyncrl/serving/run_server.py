@@ -35,10 +35,9 @@ from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Router
 from asyncrl.serving.app import Api, ServedModel
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
-from asyncrl.serving.fleet import Fleet
+from asyncrl.serving.fleet import Fleet, PlaceQueue
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
-from asyncrl.serving.places import PlaceQueue
 from asyncrl.types import ReplicaState, ReplicaStats, ReplicaTable, RunServerStats
 
 logger = logging.getLogger(__name__)

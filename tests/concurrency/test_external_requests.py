@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from asyncrl.driver.fleet.server_keeper import RunServerTimes, ServerKeeper
 
 from asyncrl.config.load import load_recipe
+from asyncrl.driver.fleet.server_keeper import RunServerTimes, ServerKeeper
 from asyncrl.driver.preflight import check_server
 from asyncrl.errors import ConfigError, GenerationError, ProcessDied
 from asyncrl.inference.external_places import ExternalLimits

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.environments.environment import SingleTurn
 from asyncrl.errors import DeadlineExceeded, GenerationError
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout.generation import GenerationClient

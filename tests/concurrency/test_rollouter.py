@@ -13,11 +13,10 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.load import load_recipe
-from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.row_table import RowWriter
-from asyncrl.data.rows import ChatMessage, PromptRow
+from asyncrl.data.rows import ChatMessage, PromptRow, RenderedPrompts
 from asyncrl.data.training_set import TrainingSet
-from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.environments.environment import SingleTurn
 from asyncrl.errors import LedgerError, Process, ProcessDied
 from asyncrl.inference.replica import Replica
 from asyncrl.rollout import rollouter as rollouter_module

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.environments.environment import SingleTurn
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.rollout import group_maker

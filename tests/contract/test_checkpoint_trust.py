@@ -25,7 +25,7 @@ from asyncrl.checkpoint.store import RunState, render_state
 from asyncrl.commands.export import main
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.queue.group_records import LedgerSnapshot
+from asyncrl.queue.ledger import LedgerSnapshot
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
 from asyncrl.trainer.fsdp.checkpoint_reader import FsdpCheckpoint
 from asyncrl.trainer.fsdp.sharded_state import save

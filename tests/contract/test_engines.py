@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
-from asyncrl.inference.shared.priority import DECODE_NICENESS
+from asyncrl.inference.cpu_time import DECODE_NICENESS
 from asyncrl.serving.run_server import NICENESS
 from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from asyncrl.driver.cluster.janitor import RUN_VARIABLE, processes_of
+from asyncrl.driver.run import Watchdog
 from asyncrl.errors import Process, Stalled
 from asyncrl.observability import stacks
 from asyncrl.observability.failure_report import write_report
-from asyncrl.observability.watchdog import Watchdog
 from asyncrl.weights.lock_files import SEGMENT, SHARED_MEMORY
 
 pytestmark = pytest.mark.contract

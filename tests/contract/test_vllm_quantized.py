@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from asyncrl.config.load import load_recipe
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.model_pool import ModelPoolConfig
+from asyncrl.config.model import ModelConfig, ModelPoolConfig
 from asyncrl.config.rollout import RolloutConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError, WeightTransferError
 from asyncrl.inference.vllm import VllmEngine

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.environments.single_turn import SingleTurn
+from asyncrl.environments.environment import SingleTurn
 from asyncrl.rewards import RewardResult
 
 ESCAPES = {4: "CancelledError", 8: "SystemExit", 9: "SystemExit"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.chat.errors import ApiError
+from asyncrl.chat.fields import ApiError
 from asyncrl.environments.agent_requests import parse_request
 from asyncrl.environments.agent_session import AgentSession, TurnLimit
 from asyncrl.environments.environment import TrajectoryLimits

@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.driver.fleet.membership import FORGETS, TRANSITIONS, Event, Member, Membership, after_failure
-from asyncrl.driver.fleet.pool_settings import AWAY_AFTER, PoolSettings
+from asyncrl.driver.fleet.membership import (
+    AWAY_AFTER,
+    FORGETS,
+    TRANSITIONS,
+    Event,
+    Member,
+    Membership,
+    PoolSettings,
+    after_failure,
+)
 from asyncrl.errors import DeadlineExceeded, NoPlace, ProcessDied
 from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.types import ReplicaState

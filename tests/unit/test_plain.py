@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.json_records import from_plain
-from asyncrl.queue.group_records import LedgerSnapshot
+from asyncrl.queue.ledger import LedgerSnapshot
 from asyncrl.ranges import NonNegative, Share
 
 pytestmark = pytest.mark.unit

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.config.recovery import RecoveryConfig
+from asyncrl.config.run import RecoveryConfig
 
 pytestmark = pytest.mark.unit
 

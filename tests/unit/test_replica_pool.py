@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.driver.fleet.pool_settings import AWAY_AFTER, PoolSettings
+from asyncrl.driver.fleet.membership import AWAY_AFTER, PoolSettings
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, ProcessDied, RunFailed
 from asyncrl.inference.replica import Replica

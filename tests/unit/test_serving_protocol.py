@@ -11,8 +11,7 @@ import openai
 import pytest
 
 from asyncrl.chat import anthropic, responses
-from asyncrl.chat.errors import ApiError
-from asyncrl.chat.fields import MAX_DEPTH, json_value
+from asyncrl.chat.fields import MAX_DEPTH, ApiError, json_value
 from asyncrl.chat.reply import call_id
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.call_splitter import CallFormat

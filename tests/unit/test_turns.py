@@ -7,7 +7,7 @@ import pytest
 from asyncrl.errors import GenerationError
 from asyncrl.rollout.router import Affinity, Router
 from asyncrl.serving.app import TurnTable, request_id_of
-from asyncrl.serving.places import PlaceQueue
+from asyncrl.serving.fleet import PlaceQueue
 
 pytestmark = pytest.mark.unit
 

@@ -9,6 +9,7 @@ one GPU, and Ray puts two halves onto one GPU where a bundle has several.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -302,3 +303,14 @@ def _too_few(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int]
         room = sum(gpus // size for gpus in node_gpus)
         found += f", which hold {room} of the {demand.num_replicas} replicas of {size} GPUs whole"
     return ConfigError(explain(words(bundles), found, do))
+
+
+def joined_address(address: str | None) -> str | None:
+    """The cluster that a run joins, given `ray.address`; None: it starts one."""
+    return address or os.environ.get("RAY_ADDRESS")
+
+
+def visible_gpus() -> frozenset[str] | None:
+    """Numbers or ids of the GPUs that processes of this machine may use; None: all of them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if named is None else frozenset(word.strip() for word in named.split(",") if word.strip())

@@ -23,9 +23,9 @@ from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config
 
 from asyncrl.config.load import environment_defaults
-from asyncrl.driver.cluster.address import joined_address
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.cluster.janitor import RUN_VARIABLE, Janitor
+from asyncrl.driver.cluster.placement import joined_address
 from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.engines import ENGINES, SCRATCH
 from asyncrl.observability.logs import HIDDEN_VARIABLE, LOG_PATH_VARIABLE

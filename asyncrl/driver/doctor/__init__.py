@@ -6,6 +6,6 @@ Every check measures or tries what the run will need; none reads a list of versi
 """
 
 from asyncrl.driver.doctor.examination import examine
-from asyncrl.driver.doctor.observation import Observation, Status
+from asyncrl.driver.doctor.machine import Observation, Status
 
 __all__ = ["Observation", "Status", "examine"]

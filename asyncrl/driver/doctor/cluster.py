@@ -16,7 +16,7 @@ from asyncrl.checkpoint.run_directory import package_versions
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.cluster.placement import place_run, words
 from asyncrl.driver.cluster.ray_session import ray_cluster
-from asyncrl.driver.doctor.observation import Observation, bad, guarded, ok, warning
+from asyncrl.driver.doctor.machine import Observation, bad, guarded, ok, warning
 from asyncrl.errors import Process
 from asyncrl.remote.reply import reply_now
 

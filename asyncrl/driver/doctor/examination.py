@@ -15,9 +15,11 @@ from asyncrl.config.load import Loaded, load, serving_api_key
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.rows import PromptRow
 from asyncrl.driver import preflight
-from asyncrl.driver.cluster.address import joined_address
+from asyncrl.driver.cluster.placement import joined_address
 from asyncrl.driver.doctor.cluster import check_cluster
 from asyncrl.driver.doctor.machine import (
+    Observation,
+    bad,
     check_address,
     check_compiled,
     check_disk,
@@ -26,8 +28,10 @@ from asyncrl.driver.doctor.machine import (
     check_memory,
     check_shared_memory,
     check_versions,
+    guarded,
+    ok,
+    warning,
 )
-from asyncrl.driver.doctor.observation import Observation, bad, guarded, ok, warning
 from asyncrl.driver.memory_plan import ranks_memory, served_bytes
 from asyncrl.inference.engines import ENGINES
 from asyncrl.rewards.reward_pool import RewardPool

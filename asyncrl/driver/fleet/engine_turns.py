@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.driver.fleet.device_turns import SharedDevices
-from asyncrl.driver.fleet.pool_settings import ASK_AGAIN_S, EXIT_S, SLEEP_S
+from asyncrl.driver.fleet.membership import ASK_AGAIN_S, EXIT_S, SLEEP_S
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.errors import DeadlineExceeded, explain
 from asyncrl.inference.replica import Replica

@@ -14,9 +14,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 from asyncrl.driver.fleet.device_turns import SharedDevices
-from asyncrl.driver.fleet.membership import Membership, after_failure
+from asyncrl.driver.fleet.membership import ASK_AGAIN_S, EXIT_S, LEAVE_S, Membership, PoolSettings, after_failure
 from asyncrl.driver.fleet.pool_clients import Listener, PoolClients
-from asyncrl.driver.fleet.pool_settings import ASK_AGAIN_S, EXIT_S, LEAVE_S, PoolSettings
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RunFailed, explain
 from asyncrl.inference.replica import GRACE_S, Replica
 from asyncrl.inference.replica_actor import ReplicaControl

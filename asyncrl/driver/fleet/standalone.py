@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.recovery import RecoveryConfig
 from asyncrl.config.rollout import RolloutConfig
-from asyncrl.driver.fleet.pool_settings import PoolSettings
+from asyncrl.config.run import RecoveryConfig
+from asyncrl.driver.fleet.membership import PoolSettings
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.inference.replica_actor import replica_gpus, require_gpus, spawn_replica
 from asyncrl.types.events import Event

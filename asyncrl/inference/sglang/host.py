@@ -15,8 +15,8 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from asyncrl.inference.sglang.outputs import ExpertRows, output_of
 from asyncrl.inference.sglang.sampling_params import Asked
+from asyncrl.inference.shared.request_checks import kept_tokens
 from asyncrl.inference.shared.stamped_stream import Output, end_output
-from asyncrl.inference.shared.token_filters import kept_tokens
 from asyncrl.types.models import expert_layers_of
 
 logger = logging.getLogger(__name__)

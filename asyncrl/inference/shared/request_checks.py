@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
+import torch
 
 from asyncrl.types import GenerationRequest
 
@@ -110,3 +111,23 @@ def _misfit_of_scores(
 def samplable_stops(request: GenerationRequest, vocab_size: int) -> list[int]:
     """The distinct stop tokens that lie in the vocabulary; the others can never be sampled."""
     return [i for i in dict.fromkeys(request.sampling.stop_token_ids) if 0 <= i < vocab_size]
+
+
+# Which tokens top-k and top-p leave.
+
+
+def kept_tokens(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """[N, V] bool, the tokens that each row may draw.
+
+    Args:
+        logits: [N, V], after temperature.
+        top_k: [N] int64; V keeps all.
+        top_p: [N] float; 1 keeps all. It applies to what top-k left.
+    """
+    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    beyond_k = torch.arange(logits.shape[1], device=logits.device) >= top_k[:, None]
+    probabilities = torch.softmax(ordered.masked_fill(beyond_k, float("-inf")), dim=-1, dtype=torch.float64)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    # The token that crosses top_p is kept; with top_p=1 nothing may be lost to rounding.
+    beyond_p = (before >= top_p[:, None]) & (top_p < 1)[:, None]
+    return torch.zeros_like(beyond_k.expand_as(order)).scatter(1, order, ~(beyond_k | beyond_p))

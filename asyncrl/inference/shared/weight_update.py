@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncrl.errors import DeadlineExceeded, explain
-from asyncrl.inference.shared.staging import Staging
+from asyncrl.inference.shared.staged_weights import Staging
 from asyncrl.inference.shared.tensor_feed import CheckedSink, Feed, StreamFeed, completed
 from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan

@@ -16,8 +16,8 @@ from asyncrl.config.checks import require_cuda
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError, explain
+from asyncrl.inference.cpu_time import yield_to_others
 from asyncrl.inference.engine import PauseMode
-from asyncrl.inference.shared.priority import yield_to_others
 from asyncrl.inference.shared.request_checks import misfit, samplable_stops
 from asyncrl.inference.torch_engine.loop import DecodeLoop
 from asyncrl.inference.torch_engine.messages import (

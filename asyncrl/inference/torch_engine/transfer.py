@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import WeightTransferError, explain
-from asyncrl.inference.shared.staging import Staging
+from asyncrl.inference.shared.staged_weights import Staging
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,6 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from asyncrl.inference.shared.orphan_guard import die_with
 from asyncrl.inference.shared.weight_update import WorkerUpdate
-from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import BACKEND, owner_pid
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.scheduler_counts import hide_warning
@@ -116,3 +116,29 @@ class WorkerExtension:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, AsyncrlWeightTransfer)
+
+
+# vLLM's cache of compiled models, where it does not find what it has stored.
+
+
+_FINISH = "finalize_loading"
+
+
+def complete_loaded_functions() -> None:
+    """On a CPU vLLM compiles by torch's own backend, and asks what it loads for a method that only its own backend's
+    functions have: without it every start compiles the model again, five seconds for the smallest. Functions that lack
+    the method get one that does nothing: there is nothing to finish. Idempotent."""
+    load: Any = torch.compiler.load_compiled_function
+    if getattr(load, "completes", False):
+        return
+
+    @functools.wraps(load)
+    def completing(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        function = loaded._artifacts.compiled_fn
+        if not hasattr(function, _FINISH):
+            setattr(function, _FINISH, lambda config: None)
+        return loaded
+
+    completing.completes = True  # type: ignore[attr-defined]
+    torch.compiler.load_compiled_function = completing

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.trainer.recorded_experts import Routers, no_routers, taken
+from asyncrl.trainer.step.model import Routers, no_routers, taken
 from asyncrl.weights.experts import routers_of
 
 

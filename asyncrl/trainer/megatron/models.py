@@ -20,8 +20,7 @@ from asyncrl.trainer.megatron.sizes import ModelSizes
 from asyncrl.trainer.megatron.source import PretrainedModel
 from asyncrl.trainer.megatron.stored_state import RankFiles
 from asyncrl.trainer.megatron.trained import PipelineFrozen, PipelineTrained, decoder_of
-from asyncrl.trainer.recorded_experts import Routers, no_routers
-from asyncrl.trainer.step.model import Output, StepModels
+from asyncrl.trainer.step.model import Output, Routers, StepModels, no_routers
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
 HEAD = "head."

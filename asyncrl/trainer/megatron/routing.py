@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from asyncrl.trainer.recorded_experts import Routers, taken
+from asyncrl.trainer.step.model import Routers, taken
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Reward 1 for a response in which a regular expression matches."""
+"""Rewards that compare texts: `exact`, `regex`; and `zero`, for runs that something else teaches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,24 @@ from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import ConfigError, explain
 from asyncrl.rewards.reward import RewardResult
+
+
+def exact_reward(response: str, row: PromptRow) -> RewardResult:
+    """1 when the response is the ground truth but for surrounding and repeated whitespace, else 0."""
+    correct = float(response.split() == row.ground_truth.split())
+    return RewardResult(correct, (("correct", correct),))
+
+
+# Reward 0, for runs that something else teaches: a group reward, a judge or a teacher.
+
+
+def zero_reward(response: str, row: PromptRow) -> RewardResult:
+    """0, whatever the response."""
+    return RewardResult(0.0)
+
+
+# Reward 1 for a response in which a regular expression matches.
+
 
 _TRUTH = "{truth}"
 
