@@ -10,9 +10,9 @@ from rich.console import Console
 
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_recipe
-from asyncrl.driver import coordinator, engine_turns, evaluation_schedule
+from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
-from asyncrl.driver.fleet import replica_pool
+from asyncrl.driver.fleet import engine_turns, replica_pool
 from asyncrl.driver.fleet.device_turns import SharedDevices
 from asyncrl.driver.fleet.engine_turns import EngineTurns
 from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool

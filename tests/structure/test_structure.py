@@ -42,7 +42,7 @@ PARTS = {
     "queue": {"observability"},
     "chat": {"data"},
     "environments": {"data", "rewards", "workers", "chat"},
-    "rollout": {"data", "rewards", "environments", "inference"},
+    "rollout": {"data", "rewards", "environments", "inference", "queue"},
     "serving": {"data", "chat", "inference", "rollout"},
     "report": {"checkpoint", "observability"},
     "plan": {"queue", "report", "rollout"},

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from asyncrl.driver.advice import advice
 
 from asyncrl.config.load import load_recipe
+from asyncrl.driver.preflight import advice
 
 pytestmark = pytest.mark.unit
 

@@ -1,20 +1,16 @@
 """The trainer's and the engines' turns on shared devices, as the events tell them."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.driver.colocation import Turns
 from asyncrl.driver.step_record import StepClock
 from asyncrl.observability.events import EventLog
 from asyncrl.types import ReplicaTable
 
 pytestmark = pytest.mark.unit
-
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
 async def test_the_turn_of_the_first_step_is_asked_for_as_0_and_told_as_1(tmp_path):
@@ -23,9 +19,10 @@ async def test_the_turn_of_the_first_step_is_asked_for_as_0_and_told_as_1(tmp_pa
     async def sleep():
         asked.append("sleep")
 
-    replicas = SimpleNamespace(sleep=sleep, table=ReplicaTable(0, {}))
-    parts = SimpleNamespace(replicas=replicas, events=EventLog(tmp_path / "events.jsonl"))
+    replicas = SimpleNamespace(table=ReplicaTable(0, {}))
+    events = EventLog(tmp_path / "events.jsonl")
+    parts = SimpleNamespace(replicas=replicas, engines=SimpleNamespace(sleep=sleep), events=events)
     clock = StepClock(0.0)
-    await Turns(load_recipe(QUICKSTART, ["placement=colocated", "mode=sync"]), parts, lambda: clock).take(0)
+    await Turns(parts, lambda: clock).take(0)
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (asked, event["event"], event["step"]) == (["sleep"], "engines_slept", 1)
