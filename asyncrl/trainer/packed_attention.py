@@ -1,8 +1,8 @@
 """Attention that keeps the sequences of a packed row apart, without any library beyond torch.
 
-The sequences are sorted into classes of similar length (`length_classes`). The tokens of each class are scattered into
-a padded [sequences, longest] batch, run through causal attention and gathered back. Padding stands at the end, so under
-a causal mask no real token ever sees it. Every other layer computes real tokens only.
+Sequences are sorted into classes of similar length (`length_classes`). The tokens of each class are scattered into a
+padded [sequences, longest] batch, run through causal attention and gathered back. Padding is at the end, so under a
+causal mask no real token sees it. Every other layer computes real tokens only.
 """
 
 from __future__ import annotations
