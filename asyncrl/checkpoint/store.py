@@ -240,6 +240,7 @@ def check_resumable(recipe: Recipe, prompts_digest: str, checkpoint: Path) -> No
     """Raises ConfigError, naming the recipe key that differs from the checkpointed run."""
     saved = read_state(checkpoint)
     asked = RunState.of(recipe, prompts_digest, global_steps=saved.global_steps, elapsed_s=saved.elapsed_s)
+    # Fields on which ledger and ready groups depend.
     for field, key in _FIXED.items():
         if getattr(saved, field) != getattr(asked, field):
             raise ConfigError(
@@ -249,6 +250,7 @@ def check_resumable(recipe: Recipe, prompts_digest: str, checkpoint: Path) -> No
                     "keep it, or start a new run with another run.dir",
                 )
             )
+    # Ready groups must carry every array that this recipe trains with.
     held = ("teacher_logprobs",) if saved.arrays is None else saved.arrays  # the only one before there was the field
     if lacking := [name for name in asked.arrays or () if name not in held]:
         found = f"its ready groups were generated without {', '.join(lacking)}, which this recipe trains with"

@@ -28,6 +28,7 @@ class HostCopies:
         """Name -> copy in host memory, taken one at a time. A shard stays a DTensor, which knows its place in the
         whole; nothing is gathered. Tensors whose shape, dtype or placement changed get new memory, pinned if there is a
         GPU: all copies then run at bus speed with a single wait at the end."""
+        # Only one copy may take the kept memory, so it is removed under the lock.
         with self._lock:
             kept, self._kept = self._kept, {}
         copies: dict[str, torch.Tensor] = {}
@@ -35,6 +36,7 @@ class HostCopies:
         for name, tensor in live:
             copies[name] = _copied(tensor, kept.pop(name, None))
             devices.add(tensor.device)
+        # Copies into pinned memory were only enqueued: wait for each device once.
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

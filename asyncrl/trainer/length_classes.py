@@ -72,10 +72,12 @@ def _cuts(distinct: np.ndarray, ends: np.ndarray, limit: float) -> list[int]:
     # work[i, j]: one class with the distinct lengths i .. j - 1
     work = np.where(places[:-1, None] < places, (ends - ends[:-1, None]) * distinct[:, None] ** 2, np.inf)
     begins: list[np.ndarray] = []
+    # Allow one more class per round until the limit holds.
     while least[-1] > limit and len(begins) + 1 < len(distinct):
         found = least[:-1, None] + work
         begins.append(found.argmin(0))
         least = found.min(0)
+    # Follow the best choices back from the last class.
     cuts, at = [], len(distinct)
     for begin in reversed(begins):
         at = int(begin[at])

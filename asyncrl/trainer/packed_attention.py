@@ -38,6 +38,7 @@ def packed_attention(
     parts: list[torch.Tensor] = []
     for similar, q_NHD, k_NKD, v_NKD in zip(layout.classes, queries, keys, values, strict=True):
         q_SHLD, k_SKLD, v_SKLD = _pad(q_NHD, similar), _pad(k_NKD, similar), _pad(v_NKD, similar)
+        # Padding is at the end, so a plain causal mask suffices; a window that cuts anything needs its own mask.
         window = None
         if sliding_window is not None and similar.max_length > sliding_window:
             window = _band(similar.max_length, sliding_window, query.device)

@@ -141,6 +141,7 @@ def _update(sequences: list[TrainSequence], rules: PackingRules) -> list[tuple[M
     families = _families(weighed, rules.num_plans) if rules.share_prompts else [[s] for s in weighed]
     cut = _filled if rules.fills else _runs
     ranks = [cut(rank, rules.max_tokens_per_microbatch) for rank in _balance(families, rules.num_plans)]
+    # The fullest rank sets the count for all: forward passes are collective.
     count = max(1, *(len(runs) for runs in ranks))
     return [tuple(_spread(runs, count)) for runs in ranks]
 
@@ -238,6 +239,7 @@ def _filled(sequences: list[TrainSequence], budget: int) -> list[Microbatch]:
         tightest = min(fitting, key=lambda i: rooms[i])
         found[tightest].append(s)
         rooms[tightest] -= s.lengths.total
+    # On rare inputs best fit needs more micro-batches than plain cutting.
     return min([tuple(run) for run in found], _runs(sequences, budget), key=len)
 
 

@@ -55,6 +55,7 @@ class StepPlanner:
         lengths = [n.response for n in group.lengths[: len(group.rewards)]]  # of a trajectory, without its branches
         rewards = shaped_rewards(group.rewards, lengths, self._algorithm.overlong, self._longest_response_tokens)
         if divergence is not None:
+            # The divergence of all branches counts for their trajectory.
             nats = np.zeros(len(rewards))
             np.add.at(nats, list(group.owners), [divergence[group.ordinal, i] for i in range(len(group.lengths))])
             rewards = rewards - self._algorithm.kl.coefficient * nats

@@ -49,6 +49,7 @@ class RankDevice:
         if self._store is None:
             self._store = dist.TCPStore(host, port, self._world_size, timeout=self._timeout)
         sockets_towards(host)
+        # Wait for slow starters first, so that the collective timeout applies to running ranks only.
         await_peers(self._store, self._rank, self._world_size, timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",

@@ -194,6 +194,7 @@ class TrainerWorker(HasLine):
         """Copies the current weights of a sending rank into host memory, for `encode_weights` and `send_weights`;
         collective. Reuses the memory of the previous copy unless it is still being sent."""
         before, self._snapshot = self._snapshot, None
+        # A snapshot that is being sent keeps its memory; the new copy then takes new memory.
         if before is not None and self._is_sending.acquire(blocking=False):
             self._copies.give_back(before)
             self._is_sending.release()
@@ -220,6 +221,7 @@ class TrainerWorker(HasLine):
         Raises:
             WeightTransferError, DeadlineExceeded: on a sending rank; the other ranks end normally.
         """
+        # The differences are complete already; sending them gathers nothing.
         if manifest.encoding == "delta":
             sent = self._send(manifest, self._encoder.differences(), timeout_s)
             return None if sent is None else self._encoder.digest

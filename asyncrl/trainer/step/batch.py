@@ -79,6 +79,7 @@ class PackedLayout:
             classes = length_classes(sizes, spared=spared_work(device.type))
         ends = sizes.cumsum()
         chosen = np.concatenate(classes)
+        # `order`: for each token of the concatenated classes its place in the concatenated sequences, then in the row.
         starts = sizes[chosen].cumsum() - sizes[chosen]
         order = np.repeat((ends - sizes)[chosen] - starts, sizes[chosen]) + np.arange(ends[-1])
         place = partial(_place, device=device)

@@ -88,7 +88,7 @@ class Preparer:
         makes_advantages = self._of_tokens is not None or self._advantage.whitens
         if not (asks_policy or makes_advantages or self._models.reference):
             return [[Prepared()] * len(update) for update in plan.updates]
-        # Later epochs repeat the same micro-batches, so each distinct update is prepared once.
+        # Later epochs may repeat the same micro-batches, so only distinct updates are prepared.
         distinct, known = self._agree(plan)
         found = []
         for update in plan.updates[:distinct]:
@@ -135,6 +135,7 @@ class Preparer:
         keys = [[[(s.ordinal, s.index) for s in microbatch] for microbatch in update] for update in plan.updates]
         # a rank without sequences must not force further passes: it reports no distinct updates and nothing unknown
         missing = any(key not in self._known for update in keys for run in update for key in run)
+        # The smallest period of the updates: later epochs may repeat the same micro-batches.
         distinct = next(n for n in range(1, len(keys) + 1) if keys[n:] == keys[:-n])
         agreed = self._peers.largest(torch.tensor([distinct, int(missing)], device=self._device))
         return int(agreed[0]), not bool(agreed[1])
