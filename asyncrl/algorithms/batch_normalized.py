@@ -43,6 +43,7 @@ class BatchNormalized:
         """[2] float64: sum and number of the weights."""
         weights = self.inner(inputs)[0].double()
         shares = inputs.mask.double()
+        # Equal shares of its tokens make a trajectory count once.
         if self.per_trajectory:
             shares = shares / sequence_sums(shares, inputs.mask, inputs.sequences).clamp(min=1)
         return torch.stack([(weights * shares).sum(), shares.sum()])

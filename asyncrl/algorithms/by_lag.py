@@ -48,6 +48,7 @@ def means_by_lag(sums: torch.Tensor) -> dict[str, float]:
         Metric.EFFECTIVE_SAMPLES: _effective_share(tokens, ratios, squares),
         Metric.RATIO_TAILS: tails / max(1.0, tokens),
     }
+    # Empty buckets have no metrics: a mean of nothing would read as 0.
     for bucket, column in zip(LAG_BUCKETS, sums.T.tolist(), strict=True):
         tokens, ratios, squares, tails, upper, lower, nats = column
         if tokens:

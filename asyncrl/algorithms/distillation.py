@@ -59,6 +59,7 @@ def top_reverse_kl(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, mask:
     require_same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs)
     own, teacher = masked(logprobs, mask[:, None]), masked(teacher_logprobs, mask[:, None])
     inside = (own.exp() * (own - teacher)).sum(-1)
+    # The bucket of all tokens outside S.
     tail, teacher_tail = ((1 - values.exp().sum(-1)).clamp(min=LEAST_TAIL) for values in (own, teacher))
     return masked(inside + tail * (tail.log() - teacher_tail.log()), mask)
 

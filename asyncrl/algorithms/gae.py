@@ -42,7 +42,9 @@ def gae_advantages(
     require_same_shape(rewards=rewards, values=values, sequences=sequences)
     values = values.detach()
     following = torch.zeros_like(values)
+    # V_{t+1} is 0 after the last token of a trajectory, where the next entry belongs to another one.
     following[:-1] = masked(values[1:], sequences[1:] == sequences[:-1])
     delta = rewards.detach() + gamma * following - values
+    # A_t is the return of the deltas at discount gamma * lam.
     advantages = discounted_returns(delta, sequences, gamma * lam)
     return advantages, advantages + values

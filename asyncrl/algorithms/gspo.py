@@ -8,7 +8,7 @@ Whole trajectories are clipped or kept, because the reward is given for the whol
 noisy, above all in a mixture of experts, whose routing changes with every update. The mean over tokens keeps the ratios
 of short and long trajectories in one narrow range; bounds are around 1e-4. With algorithm.ratio=behavior, lag and the
 mismatch of engine and trainer move s_i by more than that; with ratio=proximal only the updates of one step do.
-The sum over a trajectory of these token losses has the gradient of the sequence form (eq. 5), times its trained tokens:
+Summed over a trajectory, the token losses have the gradient of the sequence form (eq. 5) times its trained tokens:
 algorithm.aggregation=sequence_mean makes it the paper's.
 Source: GSPO (arXiv:2507.18071) eq. 5 to 7, token form eq. 13 and 14.
 """

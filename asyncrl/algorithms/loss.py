@@ -119,6 +119,7 @@ def sequence_sums(values: torch.Tensor, mask: torch.Tensor, sequences: torch.Ten
     """[tokens] float32: sum of `values` over the unmasked tokens of each token's trajectory."""
     import torch
 
+    # Numbers ascend, so the last is the largest.
     count = int(sequences[-1]) + 1 if sequences.numel() else 0
     sums = torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, sequences, masked(values, mask))
     return sums[sequences]

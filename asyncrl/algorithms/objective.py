@@ -82,6 +82,7 @@ class Objective:
     def _statistics(self, inputs: LossInputs, touched: list[tuple[str, torch.Tensor]]) -> LossStatistics:
         with torch.no_grad():
             mask = inputs.mask
+            # Measured against the behaviour policy for every `algorithm.ratio`.
             log_ratio = masked_log_ratio(inputs.logprobs, inputs.behavior_logprobs, mask)
             ratio = masked(bounded_ratio(log_ratio), mask)
             clipped = self.loss.clipped(inputs)

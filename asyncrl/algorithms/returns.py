@@ -46,6 +46,7 @@ def discounted_returns(rewards: torch.Tensor, sequences: torch.Tensor, gamma: fl
     sums, distance, factor = rewards, 1, gamma
     while distance < len(sums):
         same = sequences[distance:] == sequences[:-distance]
+        # No trajectory is longer than `distance`: all sums are complete.
         if not bool(same.any()):
             break
         shifted = torch.zeros_like(sums)

@@ -30,6 +30,7 @@ def routing_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> tuple[tor
     counts, probabilities = [], []
     for logits in router_logits:
         given = logits.float().softmax(-1)
+        # The choice has no gradient; only the probabilities train the router.
         chosen = given.detach().topk(top_k, dim=-1).indices.flatten()
         counts.append(torch.bincount(chosen, minlength=logits.shape[-1]).float())
         probabilities.append(given.sum(0))

@@ -45,6 +45,7 @@ def value_clipped(
         if not clip:
             return torch.zeros_like(mask)
         values, old_values, returns = (masked(t, mask) for t in (values, old_values, returns))
+        # The clipped value is constant beyond the bound; where its error is the larger one, no gradient is left.
         moved = values - old_values
         held = old_values + moved.clamp(-clip, clip)
         return (moved.abs() > clip) & ((held - returns).square() > (values - returns).square())

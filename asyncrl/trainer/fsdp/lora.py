@@ -55,7 +55,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.float()  # trained in float32, whatever the base weights' dtype
-    # Published names cover linear layers of the decoder only: refuse anything else that peft adapted.
+    # peft adapts other modules too if their names match; only linear layers of the decoder are supported.
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
     if any(isinstance(m, peft.tuners.lora.LoraLayer) for m in ends) or not all(
         isinstance(m.get_base_layer(), nn.Linear) for m in _layers(model)

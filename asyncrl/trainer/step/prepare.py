@@ -29,7 +29,7 @@ class Prepared:
 
     Attributes:
         before_logprobs: log-probabilities under the policy before the step.
-        advantages: replace those of the plan.
+        advantages: replace the plan's.
         returns: targets of the critic.
         token_share: [] float64, 1 / trained tokens of the update on all ranks.
         fitted: see `LossInputs`.
@@ -78,7 +78,7 @@ class Preparer:
         """One `Prepared` per micro-batch of each update. Collective when a pass is needed.
 
         Args:
-            corrections: those of the objective, with their names.
+            corrections: (name, correction) of the objective.
         """
         algorithm = self._algorithm
         fits = [(name, c) for name, c in corrections if isinstance(c, FittedCorrection)]
