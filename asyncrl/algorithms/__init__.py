@@ -36,20 +36,20 @@ trajectories. returns: targets of the critic, None without one. Results have no 
 
 
 def build_advantage(name: str, group_std: str = "population") -> Advantage:
-    """The advantage called `name`; `group_std`: see `AlgorithmConfig`. Raises ConfigError: there is none."""
+    """The advantage called `name`; for `group_std` see `AlgorithmConfig`. Raises ConfigError: unknown name."""
     spec = resolve("algorithm.advantage", name, ADVANTAGES)
     made = resolve_name(spec.of_group)
     return partial(made, sample=True) if spec.has_group_std and group_std == "sample" else made
 
 
 def build_token_advantage(name: str) -> TokenAdvantage | None:
-    """The function that computes this advantage for each token. None: tokens have the advantage of their trajectory."""
+    """The per-token function of this advantage. None: every token has the advantage of its trajectory."""
     path = ADVANTAGES[name].of_tokens
     return None if path is None else resolve_name(path)
 
 
 def build_objective(config: AlgorithmConfig) -> Objective:
-    """The objective that `config` describes. Imports torch. Raises ConfigError: an unknown name."""
+    """The objective that `config` describes. Imports torch. Raises ConfigError: unknown name."""
     from asyncrl.algorithms.objective import Objective
 
     return Objective(
@@ -58,13 +58,13 @@ def build_objective(config: AlgorithmConfig) -> Objective:
 
 
 def build_loss(config: AlgorithmConfig) -> Loss:
-    """Imports torch. Raises ConfigError: a name that is not known."""
+    """Imports torch. Raises ConfigError: unknown name."""
     spec = resolve("algorithm.loss", config.loss, LOSSES)
     return resolve_name(spec.of).of(config)
 
 
 def build_correction(correction: CorrectionConfig, config: AlgorithmConfig) -> Correction:
-    """Imports torch. Raises ConfigError: a name that is not known."""
+    """Imports torch. Raises ConfigError: unknown name."""
     from asyncrl.algorithms.batch_normalized import BatchNormalized
 
     spec = resolve("algorithm.corrections", correction.name, CORRECTIONS)

@@ -1,5 +1,5 @@
-"""What a loss sees of its tokens, by how stale they are. Sums, so that any packing and any number of ranks add up to
-the same figures."""
+"""Ratio, clipping and KL statistics of the trained tokens, by staleness. They are kept as sums, so the result does not
+depend on packing or on the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.types.guard import LAG_BUCKETS, LAST_OF_BUCKET
 from asyncrl.types.metrics import Metric
 
 ROWS = 7
-"""Of the sums: tokens, ratios, squared ratios, tails, clipped at the upper bound, clipped at the lower one, nats."""
+"""Rows of the sums: tokens, ratios, squared ratios, tails, clipped at the upper bound, clipped at the lower, nats."""
 TAIL = 2.0
 """A ratio outside [1 / TAIL, TAIL] is in a tail. 2 is the usual bound of truncated importance sampling."""
 SHAPE = (ROWS, len(LAG_BUCKETS))
@@ -35,11 +35,10 @@ def sums_by_lag(
 
 
 def means_by_lag(sums: torch.Tensor) -> dict[str, float]:
-    """The metrics `lag/` of a loss, of the buckets that have tokens. Of all tokens the effective sample size and the
-    share in the tails.
+    """The `lag/` metrics of a loss for every bucket that has tokens; effective sample size and tail share of all
+    tokens.
 
-    (sum of ratios)^2 / (tokens * sum of squared ratios) is the share of the tokens that, sampled by the policy itself,
-    would tell as much (Kish's effective sample size).
+    Effective sample size (Kish), as a share of the tokens: (sum of ratios)^2 / (tokens * sum of squared ratios).
 
     Args:
         sums: of `sums_by_lag`, over all micro-batches and ranks.
@@ -49,6 +48,7 @@ def means_by_lag(sums: torch.Tensor) -> dict[str, float]:
         Metric.EFFECTIVE_SAMPLES: _effective_share(tokens, ratios, squares),
         Metric.RATIO_TAILS: tails / max(1.0, tokens),
     }
+    # Empty buckets have no metrics: a mean of nothing would read as 0.
     for bucket, column in zip(LAG_BUCKETS, sums.T.tolist(), strict=True):
         tokens, ratios, squares, tails, upper, lower, nats = column
         if tokens:

@@ -1,11 +1,11 @@
-"""Policy gradient with clipped importance weights: no token is without gradient.
+"""Policy gradient with clipped importance weights: every token keeps a gradient.
 
     loss_t = - sg[clip(ratio_t, 1 - clip_low, 1 + clip_high)] A_t log pi_theta(t)
 
-It differs from the clipped surrogate in that the bound holds the weight of a token and not its gradient: rare tokens
-that turn a line of reasoning ("however", "wait") move far at the first update, and PPO's clip would leave them out of
-all others. Assumes that bounded weights are enough of a trust region. The paper sets no lower bound
-(algorithm.clip_low=1) and tunes the upper one.
+It differs from the clipped surrogate in that the bound limits the weight of a token, not its gradient. Rare tokens that
+turn a line of reasoning ("however", "wait") move far at the first update; PPO's clip would exclude them from all later
+ones. Assumes that bounded weights are enough of a trust region. The paper sets no lower bound (algorithm.clip_low=1)
+and tunes the upper one.
 Source: MiniMax-M1 (arXiv:2506.13585) eq. 4 and 5.
 """
 
@@ -35,7 +35,7 @@ class Cispo:
         return -weight * masked(inputs.advantages, inputs.mask) * masked(inputs.logprobs, inputs.mask)
 
     def clipped(self, inputs: LossInputs) -> torch.Tensor:
-        """Where the weight is at a bound: the gradient is smaller, or larger, than the ratio would make it."""
+        """True where the weight is at a bound, so the gradient is smaller or larger than the ratio would make it."""
         ratio = self._ratio(inputs)
         return inputs.mask & ((ratio > 1 + self.clip_high) | (ratio < 1 - self.clip_low))
 

@@ -4,11 +4,11 @@
     loss_t  = - min(ratio_t A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_t)
     with dual_clip c > 1 and A_t < 0:  loss_t = min(loss_t, - c A_t)
 
-It differs from PPO in two ways. The bounds are asymmetric, so that unlikely tokens may grow faster than likely ones
-shrink. And with `algorithm.ratio=behavior` pi_old is what the replica reported at sampling time, per token, possibly by
-several policy versions, where PPO evaluates the policy of the last update again: no extra forward pass, and the ratio
-corrects for the lag as well. Assumes then that the lag is small (`staleness.max_lag`): clipping bounds the update, not
-the bias of old data.
+It differs from PPO in two ways. The bounds are asymmetric: unlikely tokens may grow faster than likely ones shrink.
+With `algorithm.ratio=behavior`, pi_old is the log-probability that the replica reported at sampling time, possibly
+under several policy versions, whereas PPO re-evaluates the policy of the last update. This saves a forward pass, and
+the ratio corrects for lag as well. Assumes a small lag (`staleness.max_lag`): clipping bounds the update, not the bias
+of old data.
 Source: PPO (arXiv:1707.06347) eq. 7; asymmetric bounds: DAPO (arXiv:2503.14476) sec. 3.1; dual clip: arXiv:1912.09729
 eq. 5.
 """
@@ -41,7 +41,7 @@ def clipped_surrogate(
         advantages: [tokens] float32.
         mask: [tokens] bool, True where the policy generated the token. The rest may hold anything, NaN included.
         clip_low, clip_high: the ratio is held in [1 - clip_low, 1 + clip_high].
-        dual_clip: with negative advantage the loss is at most this times the advantage's size; 0: no such bound.
+        dual_clip: upper bound of the loss at negative advantage, as a multiple of |advantage|; 0: no such bound.
 
     Returns:
         [tokens] float32, 0 outside the mask.
@@ -60,7 +60,7 @@ def clipped_surrogate(
 
 @dataclass(frozen=True, slots=True)
 class ClippedSurrogate:
-    """The `Loss` of this file with its bounds."""
+    """The `Loss` of this file."""
 
     clip_low: float
     clip_high: float
@@ -82,7 +82,7 @@ class ClippedSurrogate:
         )
 
     def clipped(self, inputs: LossInputs) -> torch.Tensor:
-        """Where the bound is what the minimum takes, that is where the gradient is cut to 0."""
+        """True where the minimum takes the bound, so the gradient is 0."""
         with torch.no_grad():
             ratio = bounded_ratio(masked_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask))
             advantages = masked(inputs.advantages, inputs.mask)

@@ -1,17 +1,17 @@
-"""Policy gradient within a trust region of divergence instead of one of ratios.
+"""Policy gradient with a trust region on divergence instead of on ratios.
 
     loss_t = - M_t sg[min(ratio_t, max_ratio)] A_t log pi_theta(t)
     M_t    = 0 where A_t > 0, ratio_t > 1 and D_t > high, or A_t < 0, ratio_t < 1 and D_t > low, else 1
     tv:  D_t = |pi_theta(t) - pi_old(t)|
     kl:  D_t = q log(q / p) + (1 - q) log((1 - q) / (1 - p))        q = pi_old(t), p = pi_theta(t)
 
-D_t is the divergence of two coins, which show the sampled token or any other. It differs from the clipped surrogate in
-what is held: a token of probability 0.001 may become 20 times as likely, which moves next to no probability and is what
-the ratio's bound would forbid, and one of 0.99 may not fall to 0.8, which that bound lets pass. The sign of A_t and the
-side of ratio 1 decide as with PPO: a token on its way back is always trained.
-The trust region is around the policy that sampled (algorithm.ratio=behavior), so that it bounds lag and the mismatch of
-engine and trainer as well; the paper finds that anchored to a recomputed policy it does not hold. max_ratio is not in
-the formula; the authors' code has it, and it keeps a rare token of negative advantage from being the whole gradient.
+D_t is the divergence of two Bernoulli distributions: the sampled token or any other. The clipped surrogate bounds the
+ratio; this loss bounds the probability that moves. A token of probability 0.001 may become 20 times as likely, which
+moves almost no probability and which a ratio bound forbids; a token of 0.99 may not fall to 0.8, which a ratio bound
+allows. As in PPO, the sign of A_t and the side of ratio 1 decide: a token on its way back is always trained.
+The trust region is around the policy that sampled (algorithm.ratio=behavior), so it bounds both lag and the mismatch of
+engine and trainer; the paper finds that anchoring it to a recomputed policy fails. max_ratio is from the authors' code,
+not from the formula: it keeps a rare token of negative advantage from dominating the gradient.
 Source: DPPO (arXiv:2602.04879) eq. 13 and 14, bounds 0.15 (tv) and 0.05 (kl) from its appendix C; the authors' code.
 """
 
@@ -26,7 +26,7 @@ from asyncrl.algorithms.loss import LossInputs, bounded_ratio, masked, masked_lo
 from asyncrl.config.algorithm import AlgorithmConfig
 
 SMALLEST = 1e-12
-"""Stands for the probability of all other tokens where rounding leaves none."""
+"""Lower bound for the probability of all other tokens, where rounding leaves none."""
 
 
 @dataclass(frozen=True, slots=True)

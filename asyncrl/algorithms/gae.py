@@ -2,11 +2,10 @@
 
     delta_t = r_t + gamma V_{t+1} - V_t          V after the last trained token of a trajectory is 0
     A_t     = sum_{s >= t} (gamma lam)^(s - t) delta_s
-    R_t     = A_t + V_t                          what the critic learns
+    R_t     = A_t + V_t                          target of the critic
 
-It differs from the textbook in that time counts trained tokens: what an environment wrote between two of them takes no
-discount, and its value is never asked for. lam=1 gives the whole return against the value, lam=0 one step of the
-critic.
+It differs from the textbook in that time counts trained tokens: environment text between two trained tokens adds no
+discount and its value is never read. lam=1: the whole return minus the value. lam=0: one-step TD error.
 Source: GAE (arXiv:1506.02438) eq. 16; as PPO uses it: arXiv:1707.06347 eq. 11.
 """
 
@@ -43,7 +42,9 @@ def gae_advantages(
     require_same_shape(rewards=rewards, values=values, sequences=sequences)
     values = values.detach()
     following = torch.zeros_like(values)
+    # V_{t+1} is 0 after the last token of a trajectory, where the next entry belongs to another one.
     following[:-1] = masked(values[1:], sequences[1:] == sequences[:-1])
     delta = rewards.detach() + gamma * following - values
+    # A_t is the return of the deltas at discount gamma * lam.
     advantages = discounted_returns(delta, sequences, gamma * lam)
     return advantages, advantages + values

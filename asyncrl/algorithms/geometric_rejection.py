@@ -2,9 +2,9 @@
 
     factor_i = 1 where low <= exp(mean_t m_t) <= high, else 0      over the trained tokens of trajectory i
 
-The mean does not grow with length, unlike the ratio of the trajectory, so one pair of bounds fits short and long ones;
-it is narrow, say [0.99, 1.01]. It weighs nothing: beside it, a token correction or a loss over the behaviour policy
-does.
+Unlike the ratio of the trajectory, the mean does not grow with length, so one narrow pair of bounds, say [0.99, 1.01],
+fits short and long trajectories. The factor does not weight tokens: combine it with a token correction or with a loss
+over the behaviour policy.
 Source: J. Liu, Y. Li et al., "When speed kills stability" (2025), geometric sequence masking.
 """
 
@@ -21,7 +21,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 
 @dataclass(frozen=True, slots=True)
 class GeometricRejection:
-    """The `Correction` of this file. `ratio`: what the loss divides by."""
+    """The `Correction` of this file. `ratio`: `algorithm.ratio`."""
 
     low: float
     high: float

@@ -14,7 +14,7 @@ def checked(rewards: np.ndarray) -> np.ndarray:
 
 
 def centred(rewards: np.ndarray) -> np.ndarray:
-    """[G] float64, minus their mean; exactly 0 where all are equal, since their rounded mean may differ from them.
+    """[G] float64, minus their mean. Exactly 0 where all are equal: their rounded mean may differ from them.
 
     Raises ValueError: as `checked`.
     """

@@ -2,12 +2,11 @@
 
     A_i = (r_i - mean(r)) / (std(r) + EPSILON)
 
-It differs from the textbook's advantage r - V(s) in that the group's mean stands in for the value function. The paper
-does not say which `std` it takes. By default it is that of the population (divisor G): the group is all that is known.
-algorithm.group_std=sample takes the divisor G - 1, as verl, TRL, AReaL and slime do. That makes every advantage
-sqrt((G - 1) / G) times as large, which Adam hides, and a bound on the gradient norm or a KL term does not. The quotient
-makes groups count alike whatever their spread: those that are almost all right or all wrong count more than by their
-rewards.
+It differs from the textbook's r - V(s) in that the group's mean replaces the value function. The paper does not say
+which `std` it takes. The default is the population's (divisor G). algorithm.group_std=sample divides by G - 1, as verl,
+TRL, AReaL and slime do. That scales every advantage by sqrt((G - 1) / G); Adam hides the factor, but a gradient-norm
+bound or a KL term does not. The quotient makes groups count alike whatever their spread: groups that are almost all
+right or almost all wrong count more than their rewards say.
 Source: DeepSeekMath (arXiv:2402.03300) sec. 4.1.2, outcome supervision.
 """
 
@@ -18,7 +17,7 @@ import numpy as np
 from asyncrl.algorithms.group_rewards import centred
 
 EPSILON = 1e-6
-"""Keeps the quotient finite; small against any spread of rewards that means something."""
+"""Keeps the quotient finite; small against any meaningful spread of rewards."""
 
 
 def grpo_advantages(rewards: np.ndarray, *, sample: bool = False) -> np.ndarray:
@@ -26,7 +25,7 @@ def grpo_advantages(rewards: np.ndarray, *, sample: bool = False) -> np.ndarray:
 
     Args:
         rewards: [G] float, finite.
-        sample: the spread is that of a sample, with divisor G - 1.
+        sample: use the sample's spread, with divisor G - 1.
 
     Returns:
         [G] float64; their sum is 0 up to rounding.

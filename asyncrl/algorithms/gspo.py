@@ -4,12 +4,11 @@
     s_{i,t} = sg[s_i] pi_theta(t) / sg[pi_theta(t)]               its value is s_i, its gradient that of the token
     loss_t  = - min(s_{i,t} A_t, clip(s_{i,t}, 1 - clip_low, 1 + clip_high) A_t)
 
-It differs from the clipped surrogate in that a trajectory is clipped or kept as a whole: the reward is given for it as
-a whole, and the ratios of single tokens are noise of one sample each, even more so in a mixture of experts, whose
-routing changes with every update. The mean over tokens keeps ratios of short and long trajectories in one range, which
-is narrow: bounds are some 1e-4. With algorithm.ratio=behavior lag and the mismatch of engine and trainer move s_i by
-more than that; with ratio=proximal only the updates of one step do.
-The sum over a trajectory of these token losses has the gradient of the sequence form (eq. 5), times its trained tokens:
+Whole trajectories are clipped or kept, because the reward is given for the whole trajectory and single-token ratios are
+noisy, above all in a mixture of experts, whose routing changes with every update. The mean over tokens keeps the ratios
+of short and long trajectories in one narrow range; bounds are around 1e-4. With algorithm.ratio=behavior, lag and the
+mismatch of engine and trainer move s_i by more than that; with ratio=proximal only the updates of one step do.
+Summed over a trajectory, the token losses have the gradient of the sequence form (eq. 5) times its trained tokens:
 algorithm.aggregation=sequence_mean makes it the paper's.
 Source: GSPO (arXiv:2507.18071) eq. 5 to 7, token form eq. 13 and 14.
 """
@@ -42,7 +41,7 @@ class Gspo:
         return -torch.minimum(ratio * advantages, ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages)
 
     def clipped(self, inputs: LossInputs) -> torch.Tensor:
-        """The tokens of trajectories where the bound is what the minimum takes: their gradient is cut to 0."""
+        """True for the tokens of trajectories where the minimum takes the bound, so the gradient is 0."""
         with torch.no_grad():
             ratio = bounded_ratio(self._log_ratio(inputs))
             advantages = masked(inputs.advantages, inputs.mask)

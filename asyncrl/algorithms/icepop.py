@@ -1,10 +1,10 @@
-"""Double-sided masking: tokens on which trainer and engine disagree, either way, are dropped.
+"""Double-sided masking: drops tokens on which trainer and engine disagree in either direction.
 
     factor_t = exp(m_t) where low <= exp(m_t) <= high, else 0
 
 It differs from masked importance sampling in the lower bound: a token that the trainer finds much less likely than the
-engine did is noise of the engine too. The paper holds ratios in [0.5, 5]. With algorithm.ratio=behavior the factor is 1
-in place of exp(m_t): see `mismatch.py`.
+engine did is engine noise too. The paper holds ratios in [0.5, 5]. With algorithm.ratio=behavior the factor is 1
+instead of exp(m_t): see `mismatch.py`.
 Source: IcePop, Ring-1T (arXiv:2510.18855) sec. 3, "Small leak can sink a great ship" (2025).
 """
 
@@ -21,7 +21,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 
 @dataclass(frozen=True, slots=True)
 class IcePop:
-    """The `Correction` of this file. `ratio`: what the loss divides by."""
+    """The `Correction` of this file. `ratio`: `algorithm.ratio`."""
 
     low: float
     high: float

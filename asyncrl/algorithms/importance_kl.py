@@ -1,12 +1,12 @@
-"""KL estimate of tokens that another policy sampled, weighted by the ratio to it.
+"""KL estimate for tokens that another policy sampled, weighted by the ratio to that policy.
 
     estimate_t = ratio_t k_t        ratio_t = pi_theta(t) / pi_behavior(t), k_t: k1 or k3 of `kl.py`, both with gradient
 
-Its mean over tokens of the behaviour policy is KL(policy || reference), and the mean of its gradient is the gradient of
-that divergence, for k1 and k3 alike. It differs from the plain estimate in both: without the ratio, k3 of a token that
-lags estimates the divergence at tokens that the policy no longer writes, and its gradient lacks the part by which the
-policy changes what is written, also at lag 0, where the ratio is 1 and its gradient is not 0. The ratio is that to the
-policy that sampled, whatever algorithm.ratio says, and it is not truncated: the price is variance where lag is large.
+For k1 and k3 alike, its mean over tokens of the behaviour policy is KL(policy || reference), and its mean gradient is
+the gradient of that divergence. The plain estimate has neither property: for a stale token, k3 estimates the divergence
+at tokens that the policy no longer writes, and its gradient omits the change of the sampling distribution, even at lag
+0, where the ratio is 1 but its gradient is not 0. The ratio is always to the policy that sampled, whatever
+algorithm.ratio says. It is not truncated, so variance is high where lag is large.
 Source: DeepSeek-V3.2 (arXiv:2512.02556) sec. 3.1, unbiased KL estimate.
 """
 

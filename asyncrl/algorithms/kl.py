@@ -5,10 +5,10 @@
     k2 = d^2 / 2            biased, its gradient is that of the KL when the token was sampled by pi_theta
     k3 = exp(-d) - 1 + d    unbiased, never negative
 
-In the reward all three are numbers without gradient, and k1 is the usual one. In the loss the gradient matters: that of
-k1 is zero on average over tokens of the policy itself, so that it regularises nothing; k2 and k3 pull towards the
-reference. k3 grows as exp(-d): it is held below exp(MAX_LOG_RATIO), and where the bound holds its gradient is that at
-the bound, huge and of the right sign (gradient clipping turns it into a step for that token alone).
+In the reward all three are numbers without gradient, and k1 is usual. In the loss the gradient matters: that of k1
+averages to zero over the policy's own tokens, so it does not regularise; k2 and k3 pull towards the reference. k3 grows
+as exp(-d): it is bounded by exp(MAX_LOG_RATIO). Beyond the bound it keeps the gradient at the bound, which is huge but
+of the right sign; gradient clipping then makes it a step for that token alone.
 
 Source: J. Schulman, "Approximating KL divergence" (2020); k3 in the loss as in GRPO (arXiv:2402.03300) eq. 4.
 """

@@ -1,15 +1,15 @@
-"""Second-moment trust region: the tokens on which the policies differ most are dropped, as few as suffice.
+"""Second-moment trust region: drops the tokens on which the policies differ most, as few as suffice.
 
     factor_t = 1 where m_t^2 <= cut, else 0
     cut      = the largest for which  mean(m_t^2 | m_t^2 <= cut) <= high        over all trained tokens of the update
 
-It differs from clipping in that no line is drawn for a single token: where policies are close on the whole, a token may
-be far off, and where samples are stale, only the extreme ones go, not all that a fixed bound would cut. The mean of m_t
-itself would not do, since ratios above and below 1 cancel in it. It weighs nothing.
-The paper has no clip beside it and weighs by the whole ratio: loss clipped_surrogate without bounds, as preset m2po has
-it, or decoupled PPO with truncated_is. `cut` is found before the update from the trainer's policy before the step, over
-all ranks and micro-batches, where AReaL finds one for each micro-batch; with ratio=behavior it holds what later updates
-of the step move, too. Equal tokens stay or go together; where even the closest tokens are over `high`, all go.
+Clipping bounds each token alone; here only the mean counts. Where policies are close on the whole, a single token may
+be far off; where samples are stale, only the extreme tokens are dropped. The mean of m_t itself would not do, since
+ratios above and below 1 cancel. The factor does not weight tokens.
+The paper uses no clip and weights by the full ratio: either loss clipped_surrogate without bounds, as preset m2po has
+it, or decoupled PPO with truncated_is. `cut` is fitted before the update, from the trainer's policy before the step,
+over all ranks and micro-batches; AReaL fits one per micro-batch. With ratio=behavior it also bounds how far later
+updates of the step move. Equal tokens stay or go together. If even the closest tokens exceed `high`, all are dropped.
 Source: M2PO, "Prosperity before collapse" (arXiv:2510.01161) sec. 4, there with high = 0.04.
 """
 
@@ -31,8 +31,7 @@ LARGEST = 0x7F7FFFFF
 
 @dataclass(frozen=True, slots=True)
 class M2po:
-    """The `FittedCorrection` of this file: the bound on the mean, in squared nats. `ratio`: what the loss divides
-    by."""
+    """The `FittedCorrection` of this file. `high` bounds the mean, in squared nats. `ratio`: `algorithm.ratio`."""
 
     high: float
     ratio: Ratio
@@ -44,12 +43,13 @@ class M2po:
     def fit(self, microbatches: Sequence[LossInputs], add_up: AddUp) -> torch.Tensor:
         """[] float32: `cut`, below 0 where nothing can be kept. Collective.
 
-        The bits of floats that are not negative are ordered as the floats are: the cut is found exactly, by halving the
-        range of bits, with one sum over ranks for each of them. No rank needs the tokens of another.
+        Non-negative floats are ordered as their bits are, so bisection over the bits finds the cut exactly, with one
+        sum over ranks per halving. No rank needs the tokens of another.
         """
         squares = torch.cat([self._squares(inputs)[inputs.mask] for inputs in microbatches]).float()
         bits, exact = squares.view(torch.int32), squares.double()
         low, high = (torch.tensor(bound, device=squares.device) for bound in (-1, LARGEST))  # int64
+        # Bisection: `low` always fits, everything above `high` does not.
         for _ in range(LARGEST.bit_length() + 1):
             middle = (low + high + 1) // 2
             kept = bits <= middle

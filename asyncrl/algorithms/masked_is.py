@@ -1,10 +1,9 @@
-"""Masked importance sampling: tokens that the policy makes much likelier than they were sampled are dropped.
+"""Masked importance sampling: drops tokens that the trainer finds much likelier than the engine did.
 
     factor_t = exp(m_t) where exp(m_t) <= high, else 0
 
-It differs from truncation in what becomes of a token over the bound: it is left out, where truncation trains it with
-too small a weight, on the word of an engine that was wrong about it. With algorithm.ratio=behavior the factor is 1 in
-place of exp(m_t): see `mismatch.py`.
+Truncation trains a token over the bound with too small a weight, trusting an engine that was wrong about the token;
+masking drops the token. With algorithm.ratio=behavior the factor is 1 instead of exp(m_t): see `mismatch.py`.
 Source: J. Liu, Y. Li et al., "When speed kills stability" (2025), token-level MIS.
 """
 
@@ -21,7 +20,7 @@ from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 
 @dataclass(frozen=True, slots=True)
 class MaskedIs:
-    """The `Correction` of this file. `ratio`: what the loss divides by."""
+    """The `Correction` of this file. `ratio`: `algorithm.ratio`."""
 
     high: float
     ratio: Ratio

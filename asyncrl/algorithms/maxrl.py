@@ -1,11 +1,11 @@
-"""Advantage of maximum-likelihood RL: the reward against the group's mean, in units of that mean.
+"""Advantage of maximum-likelihood RL: the reward minus the group's mean, in units of that mean.
 
     A_i = (r_i - mean(r)) / mean(r), and 0 where mean(r) is 0
 
 With rewards 0 and 1 the mean estimates the chance p of a right response, and 1/p turns the gradient of p into that of
-log p: rarely solved prompts count most, by up to G - 1, where GRPO's 1/std treats rare successes and rare failures
-alike. A group of G estimates the gradient of the likelihood expanded in failures up to order G: more trajectories per
-prompt bring the objective closer to it, not only its estimate.
+log p. Rarely solved prompts count most, by up to G - 1; GRPO's 1/std treats rare successes and rare failures alike. A
+group of G estimates the gradient of the likelihood, expanded in failures up to order G, so more trajectories per prompt
+bring the objective itself closer to the likelihood.
 Assumes rewards that are never negative. Source: Maximum Likelihood RL (arXiv:2602.02710), with its control variate.
 """
 
@@ -21,7 +21,7 @@ def maxrl_advantages(rewards: np.ndarray) -> np.ndarray:
     """[G] float64 from [G] finite rewards of at least 0; exactly 0 where all are equal.
 
     Raises:
-        ConfigError: a reward is negative, where dividing by the mean has no meaning and may turn signs round.
+        ConfigError: a reward is negative; dividing by the mean is then meaningless and may flip signs.
         ValueError: malformed rewards.
     """
     advantages = centred(rewards)

@@ -1,13 +1,12 @@
-"""The distance of the trainer's policy before the update from the policy that sampled; every correction uses it.
+"""Distance between the trainer's policy before the update and the policy that sampled; every correction uses it.
 
     m_t = log pi_before(t) - log pi_behavior(t)
 
-It holds both the lag of a token and the mismatch of engine and trainer (kernels, precision, routing of experts) at lag
-0. Where algorithm.ratio=proximal, pi_before is `old_logprobs`, and a loss over pi_theta / pi_before leaves m_t to the
-corrections: those that keep a token also weigh it by exp(m_t), which makes the product the full importance ratio.
-Where ratio=behavior, the loss divides by pi_behavior itself and `old_logprobs` say nothing new: pi_before is then the
-policy in training, which has not moved in this update yet; corrections only drop tokens, since weighing would count
-m_t twice.
+m_t includes the lag of a token and the mismatch of engine and trainer (kernels, precision, expert routing) at lag 0.
+
+    ratio      pi_before                                  corrections
+    proximal   `old_logprobs`, denominator of the loss    weight by exp(m_t): the product is the full ratio
+    behavior   the policy in training, not yet moved      only drop: the loss divides by pi_behavior already
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ def log_mismatch(inputs: LossInputs, ratio: Ratio) -> torch.Tensor:
 
 
 def kept_within(inputs: LossInputs, ratio: Ratio, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a `Correction` gives that keeps tokens with exp(m_t) in [low, high], and weighs them where that is due."""
+    """The result of a `Correction` that keeps tokens with exp(m_t) in [low, high] and, with ratio proximal, weights
+    them."""
     weight = bounded_ratio(log_mismatch(inputs, ratio))
     kept = inputs.mask & (weight >= low) & (weight <= high)
     factor = masked(weight, kept) if ratio == "proximal" else kept.to(weight.dtype)

@@ -4,9 +4,9 @@ tensors.
     objective = sum_t w_t (prod_c c_t loss_t + kl_coefficient KL_t + distillation_coefficient D_t
                            - entropy_coefficient H_t)
 
-w_t is the token's share of the update (`LossInputs.weights`), so that the sum over all ranks and micro-batches is the
-objective of the update, whatever the packing. A token that a correction drops keeps its share: what is left is not
-scaled up, and the regularisers still hold the token.
+w_t is the token's share of the update (`LossInputs.weights`), so the sum over all ranks and micro-batches is the
+objective of the update for any packing. A token that a correction drops keeps its share: the other tokens are not
+scaled up, and the regularisers still apply to the token.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from asyncrl.types.metrics import Metric
 @dataclass(frozen=True, slots=True, eq=False)
 class LossStatistics:
     """Over the True entries of one mask: `sums` of (metric, scalar), to be divided by the trained tokens, and the
-    largest `ratio_max` (0 where the mask is empty). They carry no gradient. `by_lag`: see `sums_by_lag`; None of a part
-    that is not a policy loss."""
+    largest `ratio_max` (0 where the mask is empty). They carry no gradient. `by_lag`: see `sums_by_lag`; None where
+    there is no policy loss."""
 
     sums: tuple[tuple[str, torch.Tensor], ...]
     ratio_max: torch.Tensor
@@ -44,13 +44,15 @@ class Objective:
     config: AlgorithmConfig
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, LossStatistics]:
-        """The micro-batch's part of the objective, a scalar float32 with gradient, and what to watch."""
+        """The micro-batch's part of the objective, a scalar float32 with gradient, and its statistics."""
+        # A teacher without top k acts through the advantages; with top k its divergence is a term of the loss.
         teacher, top = inputs.teacher_logprobs, self._top_divergence(inputs)
         if teacher is not None and top is None:
             advantages = distilled_advantages(
                 inputs.advantages, inputs.logprobs, teacher, inputs.mask, self.config.distillation.coefficient
             )
             inputs = replace(inputs, advantages=advantages)
+        # Corrections weight the policy loss only; the regularisers below are added at full weight.
         factors = [(name, *correction(inputs)) for name, correction in self.corrections]
         tokens = self.loss(inputs)
         for _, factor, _ in factors:
@@ -73,13 +75,14 @@ class Objective:
         return total, statistics
 
     def _top_divergence(self, inputs: LossInputs) -> torch.Tensor | None:
-        """[tokens] float32, with gradient: D_t; None where the sampled token estimates it, or nobody teaches."""
+        """[tokens] float32, with gradient: D_t; None without a teacher's top k."""
         teacher, own = inputs.teacher_top_logprobs, inputs.top_logprobs
         return None if teacher is None or own is None else top_reverse_kl(own, teacher, inputs.mask)
 
     def _statistics(self, inputs: LossInputs, touched: list[tuple[str, torch.Tensor]]) -> LossStatistics:
         with torch.no_grad():
             mask = inputs.mask
+            # Measured against the behaviour policy for every `algorithm.ratio`.
             log_ratio = masked_log_ratio(inputs.logprobs, inputs.behavior_logprobs, mask)
             ratio = masked(bounded_ratio(log_ratio), mask)
             clipped = self.loss.clipped(inputs)

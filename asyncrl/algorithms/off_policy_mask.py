@@ -1,11 +1,11 @@
-"""Off-policy sequence masking: bad trajectories that the policy has left behind are dropped.
+"""Off-policy sequence masking: drops bad trajectories that the policy would no longer write.
 
     factor_t = 0 where A_t < 0 and mean_t (log pi_behavior(t) - log pi_theta(t)) > high, else 1
 
 The mean is over the trained tokens of the trajectory, in nats. A wrong response that the policy would hardly write any
-more teaches little, and pushing it further down spreads probability over what nobody has looked at; a right one is
-worth learning however far it is. pi_theta is the policy in training, so both lag and the updates of this step count,
-and the mismatch of the engine with them. It weighs nothing.
+more teaches little, and pushing it further down spreads probability over untried text. A right response is worth
+learning at any distance. pi_theta is the policy in training, so lag, the updates of this step and the engine's mismatch
+all count. The factor does not weight tokens.
 Source: DeepSeek-V3.2 (arXiv:2512.02556) sec. 3.1, off-policy sequence masking.
 """
 

@@ -1,13 +1,12 @@
-"""Soft penalty for responses that come close to the longest one allowed.
+"""Soft penalty for responses close to the longest one allowed.
 
     over    = length - (L_max - buffer)
     penalty = p min(max(over, 0) / buffer, 1),  taken from the reward
 
-A response within L_max - buffer tokens loses nothing, one of L_max or more loses p, and between them it rises evenly:
-where a cut-off response simply counts as wrong, sound reasoning that is a little too long looks like bad reasoning.
-p is in units of the reward, and what it does depends on their ratio: the paper takes p = 1 where right and wrong
-responses earn 1 and -1, so that a right one of full length still stands halfway between them. The same is p = 0.5 where
-they earn 1 and 0.
+Counting a cut-off response simply as wrong makes sound reasoning that is a little too long look like bad reasoning;
+here the penalty rises evenly over the buffer. p is in units of the reward. The paper takes p = 1 where right and wrong
+responses earn 1 and -1, so a right response of full length stays halfway between them; p = 0.5 is the same where they
+earn 1 and 0.
 Source: DAPO (arXiv:2503.14476) eq. 13, there with L_max = 20480 and a buffer of 4096.
 """
 

@@ -1,13 +1,12 @@
-"""The proximal policy without a forward pass: between the behaviour policy and the trained one, by the token's lag.
+"""The proximal policy without a forward pass: interpolated between behaviour and trained policy by the token's lag.
 
     log pi_prox = alpha log pi_behavior + (1 - alpha) log pi_theta       alpha = 1 / max(d, 1) for lag d
 
-In decoupled PPO the proximal policy, the trainer's before the update, only anchors the trust region; here it is taken
-to lie on the line from the policy that sampled the token (d steps back) to the one in training, one step before it.
-Tokens of lag 1 and 0 have the behaviour policy itself as their anchor. It differs from the paper at lag 0, where that
-takes the policy in training: with several updates a step such a token's ratio would be 1 however far the earlier ones
-moved it, and nothing would hold it. Assumes that the policy moved evenly over the d steps;
-`algorithm.proximal=recompute` does not.
+In decoupled PPO the proximal policy (the trainer's before the update) only anchors the trust region. Here it is taken
+to lie on the line from the policy that sampled the token (d steps back) to the policy in training, one step before it.
+Tokens of lag 0 and 1 are anchored to the behaviour policy itself. The paper anchors lag 0 to the policy in training;
+with several updates per step the ratio of such a token would always be 1, and nothing would bound it. Assumes that the
+policy moved evenly over the d steps; `algorithm.proximal=recompute` does not.
 Source: A-3PO (arXiv:2512.06547).
 """
 

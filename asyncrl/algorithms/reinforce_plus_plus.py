@@ -1,11 +1,11 @@
-"""What the coordinator hands the trainer for REINFORCE++: the rewards of a group as they are, or minus their mean.
+"""Group advantages for REINFORCE++: the rewards unchanged, or minus the group's mean.
 
     reinforce_plus_plus:           A_t = (R_t - mean(R)) / std(R),  R_t = r - sum_{s >= t} kl_coefficient KL_s
     reinforce_plus_plus_baseline:  A_t = (B_t - mean(B)) / std(B),  B_t = r - mean of the group
 
-Mean and spread are those over all trained tokens of the update, so they are the trainer's (`returns.py`): no critic,
-and no division by the spread of a few trajectories. The first needs no group at all (`batch.group_size=1`); the second
-takes out what a prompt's difficulty adds to the variance.
+Mean and spread are over all trained tokens of the update, so the trainer computes them (`returns.py`): there is no
+critic and no division by the spread of a few trajectories. The first needs no group (`batch.group_size=1`); the second
+removes the variance from the difficulty of prompts.
 Source: REINFORCE++ (arXiv:2501.03262) sec. 3.
 """
 
@@ -17,8 +17,8 @@ from asyncrl.algorithms.group_rewards import centred, checked
 
 
 def own_rewards(rewards: np.ndarray) -> np.ndarray:
-    """[G] float64: the rewards themselves, where the trainer makes advantages token by token. Raises ValueError:
-    malformed rewards."""
+    """[G] float64: the rewards themselves; the trainer turns them into token advantages. Raises ValueError: malformed
+    rewards."""
     return checked(rewards)
 
 

@@ -1,9 +1,8 @@
-"""Rewards, returns and whitening of single tokens, for advantages that the trainer makes. Pure functions of tensors.
+"""Rewards, returns and whitening per token, for advantages that the trainer computes. Pure functions of tensors.
 
-Everywhere `values`-like tensors are [n], one entry per trained token of a micro-batch, and `sequences` [n] int64 are
-their trajectories' numbers, ascending. Tokens of the prompt and of environments are not among them: a discount counts
-trained tokens. What a token gets depends on the tokens of its own trajectory only, bit for bit, so that packing
-does not matter.
+`values`-like tensors are [n], one entry per trained token of a micro-batch; `sequences` [n] int64 are ascending
+trajectory numbers. Tokens of prompts and environments are excluded, so a discount counts trained tokens. A token's
+result depends on its own trajectory only, bit for bit, so packing does not matter.
 
     token_rewards       r_t = -penalty_t, and the trajectory's reward is added at its last trained token
     discounted_returns  R_t = sum_{s >= t} gamma^(s - t) r_s
@@ -20,7 +19,7 @@ from asyncrl.algorithms.loss import masked
 from asyncrl.config.algorithm import GaeConfig
 
 EPSILON = 1e-8
-"""Added to the variance; equal values come out as 0."""
+"""Added to the variance, so equal values give 0."""
 
 
 def token_rewards(
@@ -30,8 +29,7 @@ def token_rewards(
 
     Args:
         rewards: [n], the total reward of the token's trajectory, the same for all its tokens.
-        penalties: [n], what is taken from each token: `kl.coefficient` times the estimated divergence. No gradient
-            flows through them.
+        penalties: [n], subtracted from each token: `kl.coefficient` times the estimated divergence. Without gradient.
     """
     last = torch.ones_like(sequences, dtype=torch.bool)
     last[:-1] = sequences[1:] != sequences[:-1]
@@ -42,12 +40,13 @@ def token_rewards(
 def discounted_returns(rewards: torch.Tensor, sequences: torch.Tensor, gamma: float) -> torch.Tensor:
     """[n]: sum of the token rewards [n] from each token to the end of its trajectory, discounted.
 
-    By doubling: after k rounds an entry holds the sum over its next 2^k tokens, so that a trajectory of T tokens takes
-    log2(T) rounds of whole-tensor arithmetic in place of T steps.
+    By doubling: after k rounds an entry holds the sum over its next 2^k tokens, so a trajectory of T tokens takes
+    log2(T) rounds of whole-tensor arithmetic instead of T steps.
     """
     sums, distance, factor = rewards, 1, gamma
     while distance < len(sums):
         same = sequences[distance:] == sequences[:-distance]
+        # No trajectory is longer than `distance`: all sums are complete.
         if not bool(same.any()):
             break
         shifted = torch.zeros_like(sums)
@@ -65,14 +64,14 @@ def return_advantages(
 
 
 def whitening_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[3] float64: count, sum and sum of squares of `values` where `mask` [n] is True. Added up over micro-batches and
-    ranks they are what `whitened` needs."""
+    """[3] float64: count, sum and sum of squares of `values` where `mask` [n] is True. Their sum over micro-batches and
+    ranks is the input of `whitened`."""
     kept = masked(values.detach().double(), mask)
     return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
 
 
 def whitened(values: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-    """[n], of the dtype of `values`: with mean 0 and population variance 1 over the tokens that `sums` [3] are of."""
+    """[n], of the dtype of `values`: mean 0 and population variance 1 over the tokens behind `sums` [3]."""
     count = sums[0].clamp(min=1)
     mean = sums[1] / count
     variance = (sums[2] / count - mean.square()).clamp(min=0)

@@ -1,15 +1,15 @@
 """Load-balancing loss of a mixture of experts.
 
     loss = E / L sum_l sum_e f_{l,e} P_{l,e}
-    f_{l,e}: how many of a token's K experts in layer l are e, mean over tokens: sums to K; has no gradient
+    f_{l,e}: mean over tokens of how many of a token's K experts in layer l are e; sums to K; no gradient
     P_{l,e}: probability that the router of layer l gives expert e, mean over tokens
 
-L layers with E experts each, over all tokens of the update, prompts included, on all ranks: balance is asked of the
-update, not of each micro-batch, so that experts may still specialise, and neither packing nor ranks change it. f is
+L layers with E experts each, over all tokens of the update, prompts included, on all ranks. Balance is required of the
+update, not of each micro-batch: experts may still specialise, and the loss does not depend on packing or ranks. f is
 counted under the weights before the step, which makes the loss a sum over tokens and costs a forward pass. With an even
-load the loss is K. It differs from the one that Hugging Face's models compute (`router_aux_loss_coef`) in two ways:
-there the layers are put together before the product, so that one layer may make up for another, and each forward pass
-is balanced by itself. For one layer and one pass the two are the same, so their coefficients compare.
+load the loss is K. Hugging Face's loss (`router_aux_loss_coef`) differs in two ways: it merges the layers before the
+product, so one layer can compensate another, and it balances each forward pass separately. For one layer and one pass
+the two agree, so their coefficients compare.
 Source: Switch Transformer (arXiv:2101.03961) eq. 4 to 6, with top-K counts; over the whole batch: arXiv:2501.11873.
 """
 
@@ -21,8 +21,8 @@ import torch
 
 
 def routing_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over the tokens of a forward pass: how often each expert is chosen, and the probability that it is given, [L, E]
-    float32 each; the second has a gradient.
+    """Over the tokens of a forward pass: how often each expert is chosen, and its summed probability, [L, E] float32
+    each; the second has a gradient.
 
     Args:
         router_logits: for each layer with experts [tokens, E], any float dtype.
@@ -30,6 +30,7 @@ def routing_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> tuple[tor
     counts, probabilities = [], []
     for logits in router_logits:
         given = logits.float().softmax(-1)
+        # The choice has no gradient; only the probabilities train the router.
         chosen = given.detach().topk(top_k, dim=-1).indices.flatten()
         counts.append(torch.bincount(chosen, minlength=logits.shape[-1]).float())
         probabilities.append(given.sum(0))
@@ -37,8 +38,8 @@ def routing_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> tuple[tor
 
 
 def balance_weights(fractions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[L, E]: what each entry of the second result of `routing_sums` is multiplied by. The sum of the products is the
-    part that some tokens of an update have in its loss.
+    """[L, E]: factors for the second result of `routing_sums`. The sum of the products is the part of the update's loss
+    from these tokens.
 
     Args:
         fractions: [L, E], f of the update.

@@ -1,12 +1,12 @@
-"""Policy gradient through a soft gate on the ratio in place of a hard bound.
+"""Policy gradient through a soft gate on the ratio instead of a hard bound.
 
     f(r)   = 4 / tau sigmoid(tau (r - 1))          tau = temperature_positive where A_t > 0, else temperature_negative
     loss_t = - f(ratio_t) A_t
 
-The gradient of a token is that of the plain ratio times 4 p (1 - p), p = sigmoid(tau (r - 1)): 1 at ratio 1 and less
-and less with distance, to either side and for either sign of the advantage. It differs from the clipped surrogate in
-that no token is cut off at a line, and that what comes back towards ratio 1 is damped as well. tau is larger for
-negative advantages because lowering one token raises all others of the vocabulary, most of which are wrong.
+The gradient of a token is that of the plain ratio times 4 p (1 - p), p = sigmoid(tau (r - 1)): 1 at ratio 1, falling
+with distance on either side, for either sign of the advantage. Unlike the clipped surrogate, no token is cut off, and
+tokens that return towards ratio 1 are damped as well. tau is larger for negative advantages because lowering one token
+raises all others of the vocabulary, most of which are wrong.
 Source: SAPO (arXiv:2511.20347).
 """
 
@@ -36,7 +36,7 @@ class Sapo:
         return -4 / temperature * gate * advantages
 
     def clipped(self, inputs: LossInputs) -> torch.Tensor:
-        """Where the gate lets through less than half of the plain ratio's gradient; none is cut to 0."""
+        """True where the gate passes less than half of the plain ratio's gradient; none is cut to 0."""
         with torch.no_grad():
             advantages, _, gate = self._gate(inputs)
             return (advantages != 0) & (4 * gate * (1 - gate) < 0.5)

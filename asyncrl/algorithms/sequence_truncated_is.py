@@ -1,11 +1,10 @@
-"""Truncated importance sampling, one weight for a whole trajectory.
+"""Truncated importance sampling with one weight per trajectory.
 
     factor_i = min(exp(sum_t m_t), high)      over the trained tokens of trajectory i
 
-It differs from the token form in that it is the importance weight of the trajectory, and so without bias below the
-bound: a token's own ratio corrects for how likely the token was, not for how likely the text before it was. The price
-is variance, since the sum grows with length: long trajectories are at the bound, or near 0, where the mismatch is not
-small. Only with algorithm.ratio=proximal: see `mismatch.py`.
+The factor is the importance weight of the trajectory, so it is unbiased below the bound; a token's own ratio corrects
+for the token but not for the text before it. The price is variance: the sum grows with length, so unless the mismatch
+is small, long trajectories are at the bound or near 0. Only with algorithm.ratio=proximal: see `mismatch.py`.
 Source: J. Liu, Y. Li et al., "When speed kills stability" (2025), sequence-level TIS; truncation: arXiv:1802.01561.
 """
 

@@ -1,5 +1,5 @@
-"""Advantage 0 for every trajectory: rewards teach nothing, and are only measured. For on-policy distillation, which
-adds its own advantage to each token (`distillation.py`)."""
+"""Advantage 0 for every trajectory: rewards are measured but not trained on. For on-policy distillation, which adds its
+own advantage to each token (`distillation.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`files.json`: sizes and digests of the files of a checkpoint, which show damage before the checkpoint is used."""
+"""`files.json`: sizes and digests of a checkpoint's files, which reveal damage before the checkpoint is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """Of one file: its size, and its XXH3-64 in hex."""
+    """Size and XXH3-64 (hex) of one file."""
 
     bytes: int
     xxh3_64: str
@@ -32,10 +32,11 @@ def seal(directory: Path, written: Mapping[str, FileDigest] | None = None) -> No
     """Writes `files.json` over all files below `directory`.
 
     Args:
-        written: files whose digests the processes that wrote them have made, by their paths below `directory`. They
-            are not read again: only their presence and sizes are checked, as this machine sees them.
+        written: path below `directory` -> digest made by the process that wrote the file. These files are not read
+            again: only their presence and size are checked, as this machine sees them.
 
-    Raises OSError: a file cannot be read, or this one written; a file of `written` is not here, or has another size.
+    Raises OSError: a file cannot be read or `files.json` cannot be written; a file of `written` is missing or has
+    another size.
     """
     found = dict(written or {})
     for name, digest in found.items():
@@ -48,9 +49,9 @@ def seal(directory: Path, written: Mapping[str, FileDigest] | None = None) -> No
 
 
 def verify(directory: Path) -> str | None:
-    """The damage of the checkpoint in `directory`, by file; None when every byte is as it was sealed.
+    """The damage of the checkpoint in `directory`, by file; None if every byte is as sealed.
 
-    Added files do not count as damage. Sizes are compared before anything is read.
+    Added files do not count as damage. All sizes are compared before any file is read.
     """
     try:
         text = (directory / FILES).read_bytes()
@@ -73,8 +74,8 @@ def verify(directory: Path) -> str | None:
 
 
 class Verifier:
-    """`verify`, once for each checkpoint: one that was found intact is not read again while its files have the sizes
-    and times that they had. For the time between two looks at the start of a command."""
+    """`verify` with a memory: an intact checkpoint is read again only when sizes or times of its files change. For the
+    seconds in which a command starts."""
 
     def __init__(self) -> None:
         self._intact: dict[Path, list[tuple[str, int, int, int]]] = {}

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a command line means: a path can also be a model in Hugging Face format."""
+"""Finds the checkpoint that a command line names; the path may also be a model in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from asyncrl.errors import ConfigError, explain
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """`recipe`: the resolved recipe of its run, by sections, as `config.json` has it; a model of the training machine
-    is named by its full directory. None: the run has no recipe."""
+    """`recipe`: the resolved recipe of its run, by sections, from `config.json`; a model on the training machine has
+    its full directory. None: the run has no recipe."""
 
     directory: Path
     global_steps: int
@@ -47,7 +47,7 @@ def find_checkpoint(path: str) -> FoundCheckpoint | None:
 
 
 def _recipe_of(run: Path) -> dict[str, Any] | None:
-    """A model directory has a config.json too, without a recipe in it."""
+    """None for a model directory: its config.json holds no recipe."""
     try:
         written = json.loads((run / "config.json").read_text(encoding="utf-8"))
         recipe, resolved = written.get("recipe"), written.get("resolved")

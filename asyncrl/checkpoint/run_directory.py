@@ -30,22 +30,22 @@ class RunDirectory:
         self.prompts = self.path / "prompts.arrow"
         self.samples = self.path / "samples.jsonl"
         self.spans = self.path / "spans.jsonl"
-        """When the requests and rewards of some groups ran."""
+        """Start and end of the requests and rewards of some groups."""
         self.quarantine = self.path / "quarantine.jsonl"
         """The prompts of groups that ended `failed`, each with its last error."""
         self.faults = self.path / "faults"
         """Stacks and other evidence of failures."""
         self.log = self.path / "log.txt"
         self.serving = self.path / "serving.json"
-        """Where clients find the server of the run, while there is one."""
+        """Address of the run's server, while there is one."""
         self.scale = self.path / "scale"
-        """Requests of asyncrl-scale, and their answers."""
+        """Requests of asyncrl-scale and their answers."""
         self.checkpoints = self.path / "checkpoints"
         self._lock: int | None = None
         self._verifier = Verifier()
 
     def resolve_resume(self, resume: str, keep: int, command: str) -> Path | None:
-        """The checkpoint to resume from; None for a fresh start. Reads the whole checkpoint, the first time; writes
+        """The checkpoint to resume from; None for a fresh start. Reads the whole checkpoint the first time; writes
         nothing.
 
         Raises:
@@ -72,7 +72,7 @@ class RunDirectory:
         return None
 
     def disown(self) -> bool:
-        """Lets a new run begin here, if this one has trained nothing; returns whether that is so."""
+        """Lets a new run begin here if this one has trained nothing; returns whether it does."""
         has_metrics = self.metrics.exists() and self.metrics.stat().st_size > 0
         trained = has_metrics or bool(CheckpointStore(self.checkpoints, 1).all())
         if not trained:
@@ -91,7 +91,7 @@ class RunDirectory:
         return checkpoint
 
     def lock(self, command: str) -> None:
-        """Takes the directory for this process until it exits. Raises ConfigError when another process has it."""
+        """Locks the directory for this process until it exits. Raises ConfigError if another process holds the lock."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -101,6 +101,7 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             owner = os.pread(self._lock, 32, 0).decode().strip() or "unknown"
+            # The lock file holds its owner's process id for this message and for `is_locked`.
             os.close(self._lock)
             self._lock = None
             raise ConfigError(
@@ -116,8 +117,8 @@ class RunDirectory:
 
     @property
     def is_locked(self) -> bool:
-        """True while the process that took the lock is there, as far as this machine can see. The lock itself is not
-        tried: a run that starts at this moment would find it taken."""
+        """True while the process that took the lock runs, as far as this machine can see. The lock itself is not tried:
+        a run that starts at this moment would find it taken."""
         try:
             owner = int((self.path / ".lock").read_text())
             os.kill(owner, 0)
@@ -154,7 +155,7 @@ class RunDirectory:
 
 
 def git_commit() -> str | None:
-    """Commit of the source tree that this package runs from, with `+changes` if it is not clean; None outside git."""
+    """Commit of this package's source tree, with `+changes` if it is not clean; None outside git."""
     root = Path(__file__).resolve().parents[2]
 
     def git(*words: str) -> str:

@@ -1,8 +1,8 @@
 """Checkpoints of the whole run: `checkpoints/step_<n>/{state.json, files.json, trainer/, queue/}`.
 
 A checkpoint is written into a temporary directory, flushed to disk and renamed into place, so a directory `step_<n>`
-was complete when it got its name. `files.json` has the digests of that moment, so that a run finds later damage before
-it resumes. `CheckpointStore.finish` deletes the oldest checkpoints over `checkpoint.keep`.
+was complete when it got its name. `files.json` holds the digests of that moment: a run finds later damage before it
+resumes. `CheckpointStore.finish` deletes the oldest checkpoints over `checkpoint.keep`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from asyncrl.types.guard import GuardState
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Version of the format of all files of a checkpoint; other versions are not read."""
+"""Format version of all files of a checkpoint; other versions are rejected."""
 _NAME = re.compile(r"step_(\d+)(\.replaced)?")
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state of the run beside that of the trainer and the queue.
+    """The driver's state of the run; trainer and queue save their own.
 
-    `elapsed_s`: seconds that the run has taken so far, over all restarts. `guard`: the state of the off-policy guard,
-    None where it is off. `arrays`: as `Recipe.kept_arrays`, None before there was this field; a resumed run may need
-    fewer. `branches`: groups may have branches (rollout.agent.train=all_branches). The other fields must not change on
-    resume: the ledger and the ready groups depend on them.
+    `elapsed_s`: seconds of the run so far, over all restarts. `guard`: state of the off-policy guard, None if it is
+    off. `arrays`: see `Recipe.kept_arrays`; None in checkpoints older than this field; a resumed run may need fewer.
+    `branches`: groups may have branches (rollout.agent.train=all_branches). The other fields must not change on resume:
+    the ledger and the ready groups depend on them.
     """
 
     global_steps: int
@@ -96,9 +96,9 @@ class CheckpointStore:
         self._keep = keep
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write checkpoint `step` into; `finish` gives it its name, `discard` removes it.
+        """An empty directory for checkpoint `step`; `finish` renames it into place, `discard` removes it.
 
-        Raises StorageError: it cannot be made.
+        Raises StorageError: it cannot be created.
         """
         temporary = self._directory / f".step_{step}.tmp"
         try:
@@ -117,14 +117,15 @@ class CheckpointStore:
         *,
         written: Mapping[str, FileDigest] | None = None,
     ) -> Path:
-        """Makes the checkpoint durable and visible, and removes those over `keep`.
+        """Makes the checkpoint durable and visible, and removes the checkpoints over `keep`.
 
         Args:
-            given_up: when it is set the checkpoint is not renamed: the run continues from another checkpoint.
-            written: digests of files that their writers have made; see `seal`.
+            given_up: if set, the checkpoint is not renamed: the run continues from another checkpoint.
+            written: digests that the writing processes have made; see `seal`.
 
-        Raises StorageError: it cannot be written. The temporary directory is removed, the other checkpoints stay.
+        Raises StorageError: it cannot be written. The temporary directory is removed; the other checkpoints stay.
         """
+        # Phase 1: complete the temporary directory and flush it, files before directories.
         final = self._directory / f"step_{state.global_steps}"
         replaced = final.with_name(f"{final.name}.replaced")
         try:
@@ -134,6 +135,8 @@ class CheckpointStore:
                 _fsync(path)
             _fsync(temporary)
             if given_up is not None and given_up.is_set():
+                # Phase 2: rename into place. A crash between the renames leaves the old checkpoint under its
+                # `.replaced` name.
                 raise OSError("the checkpoint was given up meanwhile")
             if final.exists():  # this step was saved before: the old checkpoint stays valid until the new one is there
                 self._drop(replaced)
@@ -143,6 +146,7 @@ class CheckpointStore:
             _fsync(self._directory.parent)
         except OSError as error:
             self.discard(temporary)
+            # Phase 3: the new checkpoint is durable, so older ones may go.
             raise _unwritable(final, error) from error
         self._drop(replaced)
         for old in self.all()[: -self._keep]:
@@ -150,7 +154,7 @@ class CheckpointStore:
         return final
 
     def discard(self, temporary: Path) -> None:
-        """Removes a checkpoint that will not be finished. Idempotent; if it fails, the next `begin` tries again."""
+        """Removes an unfinished checkpoint. Idempotent; if it fails, the next `begin` retries."""
         _remove(temporary)
 
     def all(self) -> list[Path]:
@@ -161,12 +165,12 @@ class CheckpointStore:
         return [path for _, _, path in sorted(found)]
 
     def latest(self, damage: Callable[[Path], str | None] = verify) -> Path | None:
-        """The newest intact checkpoint; None when there is no checkpoint. Reads the whole checkpoint; writes nothing.
+        """The newest intact checkpoint; None if there is no checkpoint. Reads the whole checkpoint; writes nothing.
 
         Args:
-            damage: of a checkpoint, in words; None where there is none.
+            damage: returns the damage of a checkpoint in words; None if intact.
 
-        Raises StorageError: there are checkpoints and all of them are damaged.
+        Raises StorageError: there are checkpoints, and all are damaged.
         """
         damaged = []
         for path in reversed(self.all()):
@@ -184,7 +188,7 @@ class CheckpointStore:
         names. Called before training starts: damaged checkpoints would displace intact ones among the newest `keep`.
 
         Args:
-            intact: the checkpoint that was found intact just now; it is not read again.
+            intact: the checkpoint just found intact; it is not read again.
         """
         aside = []
         for path in reversed(self.all()):
@@ -195,13 +199,13 @@ class CheckpointStore:
         return aside
 
     def set_aside_after(self, step: int) -> None:
-        """Renames checkpoints of steps after `step`, from which the run continues: it will train these steps again."""
+        """Renames the checkpoints after `step`, from which the run continues: these steps will be trained again."""
         for path in self.all():
             if (match := _NAME.fullmatch(path.name)) and int(match[1]) > step:
                 _set_aside(path, "abandoned")
 
     def _drop(self, old: Path) -> None:
-        """Renames before it removes, so that after an interruption every directory `step_<n>` is still complete."""
+        """Renames before removing, so that after an interruption every directory `step_<n>` is still complete."""
         try:
             _remove(old.rename(self._directory / f".{old.name}.tmp"))
         except FileNotFoundError:
@@ -216,7 +220,7 @@ def render_state(state: RunState) -> str:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Raises ConfigError when `checkpoint` is not a checkpoint of a run, or one in another format."""
+    """Raises ConfigError: `checkpoint` is not a run's checkpoint, or has another format."""
     asked = f"read the checkpoint {checkpoint}"
     try:
         values = json.loads((checkpoint / "state.json").read_text())
@@ -233,9 +237,10 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def check_resumable(recipe: Recipe, prompts_digest: str, checkpoint: Path) -> None:
-    """Raises ConfigError naming the key of the recipe that differs from the checkpointed run."""
+    """Raises ConfigError, naming the recipe key that differs from the checkpointed run."""
     saved = read_state(checkpoint)
     asked = RunState.of(recipe, prompts_digest, global_steps=saved.global_steps, elapsed_s=saved.elapsed_s)
+    # Fields on which ledger and ready groups depend.
     for field, key in _FIXED.items():
         if getattr(saved, field) != getattr(asked, field):
             raise ConfigError(
@@ -245,6 +250,7 @@ def check_resumable(recipe: Recipe, prompts_digest: str, checkpoint: Path) -> No
                     "keep it, or start a new run with another run.dir",
                 )
             )
+    # Ready groups must carry every array that this recipe trains with.
     held = ("teacher_logprobs",) if saved.arrays is None else saved.arrays  # the only one before there was the field
     if lacking := [name for name in asked.arrays or () if name not in held]:
         found = f"its ready groups were generated without {', '.join(lacking)}, which this recipe trains with"
@@ -262,7 +268,7 @@ def _set_aside(path: Path, why: str) -> Path:
 
 
 def _remove(directory: Path) -> None:
-    """Removes a directory that is no longer needed; an incomplete removal does no harm."""
+    """Removes a directory that is no longer needed; a partial removal is harmless."""
     try:
         shutil.rmtree(directory)
     except FileNotFoundError:

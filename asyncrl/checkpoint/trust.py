@@ -1,7 +1,8 @@
-"""Decides which keys of a run's config.json need the user's trust, for commands that read run directories of others.
+"""Decides which keys of a run's config.json need the user's trust, for commands that read other people's run
+directories.
 
-A recipe names code to import, models to fetch, environment variables to read and machines to talk to. The author of a
-run directory is the author of its recipe; only the user at the command line can say whether to trust that author.
+A recipe names code to import, models to fetch, environment variables to read and machines to contact. Its author is the
+author of the run directory; only the user at the command line can say whether to trust that author.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CODE_KEYS = (
     "rollout.gymnasium.id",
     "rollout.gymnasium.factory",
 )
-"""Keys that may hold `package.module:Name`, besides the names in reward.parts."""
+"""Keys that may hold `package.module:Name`, in addition to the names in reward.parts."""
 MCP_SERVERS = "rollout.tool_use.mcp."
 MODEL_KEYS = ("model.path", "teacher.path", "judge.path")
 HOST_KEYS = ("ray.address", "reward.remote.url", "rollout.openenv.url")
@@ -31,7 +32,7 @@ HELP_CODE = "run model code that ships with the model (default: refuse it, whate
 
 
 def reaches_out(sections: Mapping[str, Any]) -> dict[str, str]:
-    """Keys of a recipe that name code, hub models, environment variables or other machines, each with the reason."""
+    """Recipe keys that name code, hub models, environment variables or other machines, each with the reason."""
     found: dict[str, str] = {}
     for key, value in _leaves(sections):
         if isinstance(value, str) and "${" in value:
@@ -58,7 +59,7 @@ def reaches_out(sections: Mapping[str, Any]) -> dict[str, str]:
 
 
 def require_trusted(asked: str, sections: Mapping[str, Any], do: str, *, named: Collection[str] = ()) -> None:
-    """Raises ConfigError: `sections`, of an untrusted run, name code, models, variables or machines.
+    """Raises ConfigError: `sections` of an untrusted run name code, models, variables or machines.
 
     Args:
         do: alternatives to `--trust-run`.
@@ -72,7 +73,7 @@ def require_trusted(asked: str, sections: Mapping[str, Any], do: str, *, named: 
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Values with their dotted keys; the items of a list have that of the list."""
+    """Values with their dotted keys; items of a list have the list's key."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))

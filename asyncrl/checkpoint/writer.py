@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background: captures the state between two steps, writes it while the next ones train."""
+"""Writes checkpoints in the background: captures the state between two steps and writes it while training continues."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from asyncrl.types.events import CheckpointFailed, CheckpointLate, CheckpointSav
 logger = logging.getLogger(__name__)
 
 CAPTURE_TIMEOUT_S = 60.0
-"""Longest time the rollouter may take to return its partial trajectories. A checkpoint without them is complete too."""
+"""Longest time for the rollouters to return their partial trajectories. A checkpoint without them is complete too."""
 
 FINISH_TIMEOUT_S = 60.0
-"""Longest wait for the thread of a cancelled checkpoint. The thread may go on flushing, but does not rename the
+"""Longest wait for the thread of a cancelled checkpoint. The thread may continue flushing but does not rename the
 directory."""
 
 GRACE_S = 10.0
-"""Time for what follows when the parts are written; and that of a call beyond its last count as late."""
+"""Allowance for sealing and renaming after both parts are written, and for calls beyond the last tolerated delay."""
 
 PING_S = 20.0
-"""Longest wait for an answer of a process whose part is late."""
+"""Longest wait for the ping of a process whose part is late."""
 
 
 class TrainerState(Protocol):
@@ -42,15 +42,15 @@ class TrainerState(Protocol):
 
 
 class CheckpointWriter:
-    """Owns the one checkpoint write that may be in progress, and the count of writes that failed in a row.
+    """Owns the one checkpoint write in progress and the count of consecutive failures.
 
     Consumes: the state of rollouter, queue and trainers, captured in memory at one moment between two steps.
-    Produces: complete checkpoints; one event for each, and one for each that failed.
-    Waits for: the captures; the write before. A write that takes longer than `checkpoint.timeout_s` goes on, as long as
-    queue and ranks answer; each such time counts as a failure.
+    Produces: complete checkpoints; one event per checkpoint and one per failure.
+    Waits for: the captures; the previous write. A write that exceeds `checkpoint.timeout_s` continues as long as queue
+    and ranks answer; each timeout counts as a failure.
     Unblocked by: the queue and the trainer ranks, when they have written their parts.
-    Stops when: `last` has written the final checkpoint. `failed` raises once more than `checkpoint.max_failures` in a
-    row have failed.
+    Stops when: `last` has written the final checkpoint. `failed` raises after more than `checkpoint.max_failures`
+    consecutive failures.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CheckpointWriter:
     ) -> None:
         """
         Args:
-            partials: returns the running groups of all rollouters within so many seconds.
+            partials: returns the running groups of all rollouters within the given seconds.
             on_event: `EventLog.write`.
         """
         self._config = config
@@ -75,11 +75,11 @@ class CheckpointWriter:
         self._writing: asyncio.Task[None] | None = None
         self._failures = 0
         self.last_step = -1
-        """Step of the newest checkpoint that was captured."""
+        """Step of the newest captured checkpoint."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def save(self, state: RunState) -> None:
-        """Captures the run between two steps; returns when training may continue. Raises what a part raises."""
+        """Captures the run between two steps; returns when training may continue. Raises the error of a part."""
         await self.settle()
         started = time.monotonic()
         partials = await self._partials(CAPTURE_TIMEOUT_S)
@@ -93,13 +93,13 @@ class CheckpointWriter:
             await self.settle()
 
     async def settle(self) -> None:
-        """Waits for the write in progress. Raises StorageError: too many in a row failed; ProcessDied."""
+        """Waits for the write in progress. Raises StorageError: too many consecutive failures; ProcessDied."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
             self._writing = None
 
     async def last(self, state: RunState) -> None:
-        """The checkpoint that the run ends with; unlike the others it must not fail. Raises what it fails with."""
+        """Writes the final checkpoint of the run; unlike the others it must not fail. Raises its error."""
         if self.last_step != state.global_steps:
             await self.settle()  # a failure of an earlier write still counts against the budget
         self._failures = self._config.max_failures
@@ -126,6 +126,7 @@ class CheckpointWriter:
         except Exception as error:  # task boundary: counted, and raised when too many
             self._discard(temporary)
             self._on_event(CheckpointFailed(state.global_steps, f"{type(error).__name__}: {error}"))
+            # The failure is tolerated until the budget of consecutive failures is spent.
             logger.warning("checkpoint of step %d was not written: %s", state.global_steps, error)
             self._failures += 1
             if self._failures > self._config.max_failures:
@@ -140,10 +141,11 @@ class CheckpointWriter:
             self._on_event(CheckpointSaved(state.global_steps, path.name, save_s=took_s, capture_s=capture_s))
 
     async def _written(self, temporary: Path, state: RunState) -> Mapping[str, FileDigest]:
-        """Has both parts written; returns the digests of the trainer's. Raises what a part raises; what a process
-        raises that does not answer when its part is late."""
+        """Has both parts written; returns the digests of the trainer's. Raises the error of a part, or of a process
+        that does not answer when its part is late."""
         timeout_s = self._config.timeout_s
         longest_s = (timeout_s + PING_S) * (1 + self._config.max_failures) + GRACE_S
+        # Enough for every tolerated delay with its pings, so these calls never expire before the loop gives up.
         parts = asyncio.gather(
             self._queue.call(longest_s, MessageQueue.save, temporary / "queue"),
             self._trainers.save(temporary / "trainer", longest_s),
@@ -153,6 +155,7 @@ class CheckpointWriter:
             while not (await asyncio.wait([parts], timeout=timeout_s))[0]:
                 queue = self._queue.call(PING_S, MessageQueue.ping)
                 pings = asyncio.gather(queue, self._trainers.ping(PING_S), return_exceptions=True)
+                # Late: go on waiting only while all processes answer and the budget of failures lasts.
                 lost = [answer for answer in await pings if isinstance(answer, BaseException)]
                 if parts.done():
                     break
@@ -177,7 +180,7 @@ class CheckpointWriter:
         return of_trainer
 
     async def _finish(self, temporary: Path, state: RunState, of_trainer: Mapping[str, FileDigest]) -> Path:
-        """Completes and renames the directory. After a cancellation it is never renamed: the run may by then continue
+        """Completes and renames the directory. A cancelled checkpoint is never renamed: by then the run may continue
         from another checkpoint. Raises StorageError."""
         given_up = threading.Event()
         written = {f"trainer/{name}": digest for name, digest in of_trainer.items()}

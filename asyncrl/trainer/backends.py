@@ -1,4 +1,4 @@
-"""The training backends by name: everything that the rest of the package knows of one before it is built."""
+"""The training backends by name: everything that the rest of the package knows before a backend is built."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ class BackendSpec:
     """`package.module:Class` of the `CheckpointReader`; called with the trainer directory of a checkpoint."""
     unsupported: str
     """`package.module:function`; called with ModelFacts; returns the features of the model that the backend would train
-    wrongly. Its module imports no torch."""
+    wrongly. The module imports no torch."""
     works: str
     """Advice for a model that the backend does not support."""
     marker: str
-    """The file that a trainer directory of this backend has, and of no other."""
+    """File that only this backend writes into a trainer directory."""
     state: str
     """`package.module:Class` of the `TrainingState`; called with the trainer directory of a checkpoint."""
     write_state: str
     """`package.module:function`, a `WriteTrainingState`."""
     layout: str = ""
-    """`package.module:function`; called with (TrainerConfig, ModelFacts, key of the model); raises ConfigError where
-    the ranks do not divide the model. Its module imports no torch."""
+    """`package.module:function`; called with (TrainerConfig, ModelFacts, key of the model); raises ConfigError if the
+    ranks do not divide the model. The module imports no torch."""
     memory: str = ""
     """`package.module:function`; called with (TrainerConfig, tensors of the policy, critic=, reference=); returns the
-    `RankMemory` of each kind of rank. Its module imports no torch. Empty: the backend has no estimate."""
+    `RankMemory` of each kind of rank. The module imports no torch. Empty: no estimate."""
     stage: str = ""
     """`package.module:function`; called with (name of a tensor, TrainerConfig, number of layers); returns the pipeline
-    stage that sends it. Its module imports no torch. Empty: there is one stage."""
+    stage that sends it. The module imports no torch. Empty: one stage."""
     package: str = ""
-    """`package.module:function`; raises ConfigError where a package is missing. Its module imports no torch."""
+    """`package.module:function`; raises ConfigError if a package is missing. The module imports no torch."""
 
 
 BACKENDS: dict[str, BackendSpec] = {
@@ -88,7 +88,7 @@ def build_backend(spec: TrainerSpec, *, rank: int, world_size: int, device: torc
 
 
 def require_trains(backend: str, facts: ModelFacts, key: str = "model.path") -> None:
-    """Asks the backend about the model at `key`. Raises ConfigError: it would train it wrongly, or not at all."""
+    """Raises ConfigError: the backend would train the model at `key` wrongly, or not at all."""
     spec = BACKENDS[backend]
     if facts.quantization:
         found = f"its files hold quantised weights ({facts.quantization}), and trainer ranks load weights as they are"
@@ -115,12 +115,12 @@ def memory_of(
     tokens: int | None = None,
     experts_per_token: int = 1,
 ) -> list[RankMemory] | None:
-    """What each kind of rank holds; None where the backend has no estimate.
+    """Memory of each kind of rank; None if the backend has no estimate.
 
     Args:
-        own_reference: the reference is another model than the one in training.
-        tensors: of the policy, which a critic and a reference resemble.
-        tokens: of the largest micro-batch, where what its passes hold is asked for too.
+        own_reference: the reference is another model than the policy's base.
+        tensors: of the policy; critic and reference resemble it.
+        tokens: of the largest micro-batch, to include the memory of its passes; None: leave it out.
     """
     if (estimate := BACKENDS[trainer.backend].memory) is None:
         return None
@@ -141,12 +141,12 @@ def require_backend(backend: str) -> None:
 
 
 def written_by(directory: Path) -> str | None:
-    """The backend that wrote the trainer directory of a checkpoint; None: none of those here."""
+    """The backend that wrote the trainer directory of a checkpoint; None: no known backend."""
     return next((name for name, spec in BACKENDS.items() if (directory / spec.marker).exists()), None)
 
 
 def require_written_by(backend: str, directory: Path) -> None:
-    """Raises ConfigError: the trainer directory of a checkpoint is of another backend. One that is of none passes."""
+    """Raises ConfigError: another backend wrote the trainer directory of a checkpoint. An unknown writer passes."""
     if (other := written_by(directory)) in (None, backend):
         return
     do = (
@@ -176,11 +176,10 @@ def open_checkpoint(directory: Path, backend: object = None) -> CheckpointReader
     """Opens the trainer directory of a checkpoint.
 
     Args:
-        backend: `trainer.backend` of the run's recipe, which is untrusted input; None: unknown, and the default is
-            used.
+        backend: `trainer.backend` of the run's recipe, which is untrusted input; None: unknown, take the default.
 
     Raises:
-        ConfigError: no backend has that name, or there is no checkpoint that it wrote.
+        ConfigError: no backend has that name, or it wrote no checkpoint there.
     """
     name = TrainerConfig().backend if backend is None else backend
     if not isinstance(name, str) or name not in BACKENDS:

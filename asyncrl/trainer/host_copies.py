@@ -1,4 +1,4 @@
-"""Copies in host memory of what a rank trains, from which checkpoints are written and weights are sent meanwhile."""
+"""Copies of a rank's state in host memory: checkpoints and weights are written from them while the rank trains."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from asyncrl.weights.pinned_memory import pinned_empty
 
 
 class HostCopies:
-    """Makes copies, and keeps the memory of one that is no longer needed for the next: writing to fresh pages costs as
-    much as the copy itself.
+    """Makes copies, and reuses the memory of a returned copy: writing to fresh pages costs as much as the copy itself.
 
-    A copy belongs to whoever asked for it until it is given back, so the memory of a checkpoint that is still being
-    written is never touched: the next copy takes memory of its own. At most one copy is kept beside those in use.
-    Methods may be called from several threads.
+    A copy belongs to its caller until it is given back, so the memory of a checkpoint in writing is never touched: the
+    next copy takes new memory. At most one unused copy is kept. Methods may be called from several threads.
     """
 
     def __init__(self) -> None:
@@ -27,9 +25,10 @@ class HostCopies:
 
     @torch.no_grad()
     def copy(self, live: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Copies of the tensors in host memory, under their names; takes one at a time. A shard stays a DTensor, which
-        knows its place in the whole; nothing is gathered. Tensors of another shape, dtype or placement than before get
-        new memory, pinned beside a GPU: all copies then run at the speed of the bus, and are waited for once."""
+        """Name -> copy in host memory, taken one at a time. A shard stays a DTensor, which knows its place in the
+        whole; nothing is gathered. Tensors whose shape, dtype or placement changed get new memory, pinned if there is a
+        GPU: all copies then run at bus speed with a single wait at the end."""
+        # Only one copy may take the kept memory, so it is removed under the lock.
         with self._lock:
             kept, self._kept = self._kept, {}
         copies: dict[str, torch.Tensor] = {}
@@ -37,19 +36,20 @@ class HostCopies:
         for name, tensor in live:
             copies[name] = _copied(tensor, kept.pop(name, None))
             devices.add(tensor.device)
+        # Copies into pinned memory were only enqueued: wait for each device once.
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         return copies
 
     def give_back(self, copies: dict[str, torch.Tensor]) -> None:
-        """Ends the use of what `copy` returned. The next `copy` overwrites its tensors and empties the dict."""
+        """Returns a copy. The next `copy` overwrites its tensors and empties the dict."""
         with self._lock:
             self._kept = copies
 
 
 def _copied(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    """A copy, in the memory of `kept` where that fits."""
+    """A copy, in the memory of `kept` if it fits."""
     if kept is None or not _agree(tensor, kept):
         copy = tensor.to("cpu", copy=True)
         return _pinned(copy, tensor.device) if tensor.is_cuda else copy
@@ -83,16 +83,15 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Where the optimizer looks for one tensor of its state."""
+    """Location in which the optimizer looks for one tensor of its state."""
 
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], None]
 
 
 class HostState:
-    """The tensors of some slots: in buffers of host memory, or on their device. Owns the buffers, which are allocated
-    once and pinned beside a GPU. On a CPU the two places are different memory as well, so that the tests see the moves.
-    """
+    """Moves the tensors of some slots between host memory and their device. Owns the host buffers, allocated once and
+    pinned if there is a GPU. On a CPU the two places are different memory as well, so tests see the moves."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         """Moves them to the host."""
@@ -109,7 +108,7 @@ class HostState:
         self._on_device = True
 
     def to_host(self) -> None:
-        """Returns when the device's memory is free. Idempotent."""
+        """Returns once the device's memory is free. Idempotent."""
         if not self._on_device:
             return
         for slot, _, buffer in self._slots:

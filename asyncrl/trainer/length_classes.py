@@ -1,8 +1,7 @@
-"""Sorts the sequences of a packed row into classes of similar length, which attention pads to the longest of the class.
-Pure.
+"""Sorts the sequences of a packed row into classes of similar length; attention pads each class to its longest. Pure.
 
 The work of attention grows with the square of the padded length. A few classes keep it near the exact work, at the
-price of one call of attention for each class.
+price of one attention call per class.
 """
 
 from __future__ import annotations
@@ -17,19 +16,21 @@ _SPARED = {"cpu": 1 << 12, "cuda": 1 << 18}
 
 
 def spared_work(device: str) -> int:
-    """Pairs of positions that cost less than one more call of attention on a kind of device: an estimate. So much
-    padding is allowed in any case, so that short sequences are not divided without a gain."""
+    """Pairs of positions that cost less than one more attention call on a kind of device (an estimate). This much
+    padding is always allowed, so that short sequences are not divided without a gain."""
     return _SPARED.get(device, _SPARED["cuda"])
 
 
 def length_classes(
     lengths: Sequence[int] | np.ndarray, *, max_ratio: float = MAX_WORK_RATIO, spared: int = 0
 ) -> tuple[np.ndarray, ...]:
-    """The classes, longest sequences first; each sequence is in one of them.
+    """The classes, longest sequences first; each sequence is in one class.
 
-    There are as few classes as the limit allows, and of all ways to make so few it is one with the least padded work.
-    The limit: the sum over sequences of (longest of its class) ** 2 is at most `max_ratio` times the sum of
-    length ** 2, plus `spared`. Sequences of one length share a class.
+    There are as few classes as the limit allows, cut for the least padded work. Limit, over all sequences:
+
+        sum of (longest of the class) ** 2  <=  max_ratio * sum of length ** 2 + spared
+
+    Sequences of one length share a class.
 
     Args:
         lengths: [S] tokens of each sequence, at least 1.
@@ -54,10 +55,10 @@ def length_classes(
 
 
 def _cuts(distinct: np.ndarray, ends: np.ndarray, limit: float) -> list[int]:
-    """Where a class begins behind another one, as indices into `distinct`.
+    """Indices into `distinct` at which a new class begins.
 
     Dynamic programming over the number of classes: `least[j]` is the smallest work of the sequences with the first j
-    distinct lengths. D distinct lengths take D ** 2 steps for each number of classes, and a row of N tokens has at most
+    distinct lengths. D distinct lengths take D ** 2 steps per number of classes, and a row of N tokens has at most
     sqrt(2 N) distinct lengths.
 
     Args:
@@ -71,10 +72,12 @@ def _cuts(distinct: np.ndarray, ends: np.ndarray, limit: float) -> list[int]:
     # work[i, j]: one class with the distinct lengths i .. j - 1
     work = np.where(places[:-1, None] < places, (ends - ends[:-1, None]) * distinct[:, None] ** 2, np.inf)
     begins: list[np.ndarray] = []
+    # Allow one more class per round until the limit holds.
     while least[-1] > limit and len(begins) + 1 < len(distinct):
         found = least[:-1, None] + work
         begins.append(found.argmin(0))
         least = found.min(0)
+    # Follow the best choices back from the last class.
     cuts, at = [], len(distinct)
     for begin in reversed(begins):
         at = int(begin[at])

@@ -1,4 +1,4 @@
-"""The tensors of a model by its config alone, for plans made before weights are read. Pure; imports no torch."""
+"""The tensors of a model, from its config alone, for plans made before weights are read. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes that one trainer rank holds for a whole step. Buffers of a publish and what an allocator keeps come on top.
+    """Bytes that one trainer rank holds during a step, without publish buffers and the allocator's cache.
 
     Attributes:
-        ranks: which ranks it is of, in words; the largest of them.
+        ranks: which ranks these figures describe, in words; the largest such rank counts.
         weights: of all models in training, and of the reference.
         optimizer: master weights and moments.
-        passes: what forward and backward of a full micro-batch hold besides: activations, gathered layers and their
-            gradients, chunks of logits. None: not estimated.
-        peak: the most that the rank's device holds at once, None where `passes` is.
+        passes: additional memory of forward and backward over a full micro-batch: activations, gathered layers and
+            their gradients, chunks of logits. None: not estimated.
+        peak: maximum on the rank's device; None if `passes` is None.
     """
 
     ranks: str
@@ -42,7 +42,7 @@ class RankMemory:
 
 
 def model_tensors(facts: ModelFacts) -> dict[str, Shape] | None:
-    """Hugging Face name -> shape, a tied tensor once; None where `facts` does not say enough."""
+    """Hugging Face name -> shape, a tied tensor once; None if `facts` does not say enough."""
     sizes = facts.sizes
     if facts.model_type not in MODEL_TYPES or None in (sizes.layers, sizes.hidden, sizes.heads, sizes.ffn):
         return None
@@ -50,7 +50,7 @@ def model_tensors(facts: ModelFacts) -> dict[str, Shape] | None:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that the tensor `name` is in; None: in none."""
+    """Number of the layer that contains the tensor `name`; None: outside the layers."""
     found = _LAYER.match(name)
     return int(found[1]) if found else None
 

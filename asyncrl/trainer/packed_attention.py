@@ -1,8 +1,8 @@
 """Attention that keeps the sequences of a packed row apart, without any library beyond torch.
 
-The sequences are sorted into classes of similar length (`length_classes`). The tokens of each class are scattered into
-a padded [sequences, longest] batch, run through causal attention and gathered back. Padding stands at the end, so under
-a causal mask no real token ever sees it. Every other layer computes real tokens only.
+Sequences are sorted into classes of similar length (`length_classes`). The tokens of each class are scattered into a
+padded [sequences, longest] batch, run through causal attention and gathered back. Padding is at the end, so under a
+causal mask no real token sees it. Every other layer computes real tokens only.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def packed_attention(
     parts: list[torch.Tensor] = []
     for similar, q_NHD, k_NKD, v_NKD in zip(layout.classes, queries, keys, values, strict=True):
         q_SHLD, k_SKLD, v_SKLD = _pad(q_NHD, similar), _pad(k_NKD, similar), _pad(v_NKD, similar)
+        # Padding is at the end, so a plain causal mask suffices; a window that cuts anything needs its own mask.
         window = None
         if sliding_window is not None and similar.max_length > sliding_window:
             window = _band(similar.max_length, sliding_window, query.device)

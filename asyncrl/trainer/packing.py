@@ -1,4 +1,4 @@
-"""Decides which data-parallel rank trains which sequence, a trajectory or a branch of one, in which micro-batch.
+"""Decides which data-parallel rank trains which sequence (a trajectory or a branch) in which micro-batch.
 
 Pure: a lease always gives the same plans."""
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from asyncrl.config.recipe import Recipe
 
 FAMILIES_PER_RANK = 8
-"""So many parts of groups for each rank differ little in sum."""
+"""With this many parts of groups per rank, the ranks' token sums differ little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingRules:
     """`num_plans`: data-parallel size. `max_tokens_per_microbatch`: prompt and response tokens of one forward pass.
-    `num_minibatches`: updates per epoch, among which the groups are distributed at random. `num_epochs`: passes over
-    the lease. `seed`: of the run. `fixed_tokens`: divisor of aggregation fixed. `share_prompts`: sequences of a group
-    in one micro-batch share the computation of their prompt. `fills`: micro-batches are filled as far as they go,
-    whatever the lengths in them: for attention that pads nothing."""
+    `num_minibatches`: updates per epoch, among which groups are distributed at random. `num_epochs`: passes over the
+    lease. `seed`: of the run. `fixed_tokens`: divisor of aggregation fixed. `share_prompts`: sequences of a group in
+    one micro-batch share the computation of their prompt. `fills`: micro-batches are filled regardless of length, for
+    attention without padding."""
 
     num_plans: int
     max_tokens_per_microbatch: int
@@ -56,7 +56,7 @@ class PackingRules:
 
 
 def _shares_prompts(recipe: Recipe) -> bool:
-    """True where ranks are sure to share them: balanced by what they share, they would otherwise differ in work."""
+    """True where every rank shares prompts; ranks balanced by shared tokens would otherwise differ in work."""
     fsdp = recipe.trainer.fsdp
     is_packed = fsdp.attention in ("packed_sdpa", "varlen") or (fsdp.attention == "auto" and not _may_flash(recipe))
     return (
@@ -68,7 +68,7 @@ def _shares_prompts(recipe: Recipe) -> bool:
 
 
 def _pads_nothing(recipe: Recipe) -> bool:
-    """True where ranks are sure to attend without padding: flash-attn, or torch's kernel for different lengths."""
+    """True where every rank attends without padding: flash-attn, or torch's varlen kernel."""
     fsdp = recipe.trainer.fsdp
     is_unpadded = fsdp.attention in ("varlen", "flash_attention_2") or (fsdp.attention == "auto" and _may_flash(recipe))
     return recipe.trainer.backend == "fsdp" and is_unpadded
@@ -80,28 +80,29 @@ def _may_flash(recipe: Recipe) -> bool:
 
 
 def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: PackingRules) -> tuple[RankPlan, ...]:
-    """One plan per data-parallel index (a rank, here); in each epoch they together hold every sequence of the lease
-    exactly once. The sequences of a group are trained in the same update.
+    """One plan per data-parallel index; in each epoch the plans together hold every sequence of the lease exactly once.
+    The sequences of a group are trained in the same update.
 
-    The groups of each update are drawn anew in every epoch, from the seed of the run and the step. The lease itself is
-    in the order of deadlines: cut as it is, the first update would get the oldest groups, which are often the longest.
+    Every epoch redraws the groups of each update, from the seed of the run and the step. The lease itself is in order
+    of deadlines: cut as it is, the first update would get the oldest groups, which are often the longest.
 
-    Tokens are balanced over ranks greedily, longest sequence first to the rank with the fewest tokens: two ranks
-    differ by at most one sequence. A rank's sequences are sorted by length and cut into runs within the budget, because
-    attention pads similar sequences to the longest of them (`length_classes`); with `fills`, each goes where it leaves
-    the least room. With `share_prompts`, families of
-    sequences of a group take the place of single ones, with the tokens of their prompt counted once; the budget still
-    counts every token of every sequence. All ranks get the same number of micro-batches, since every forward pass is
-    collective; a rank with too few sequences gets empty ones.
+    Balance over ranks: greedy, longest sequence first to the rank with the fewest tokens, so two ranks differ by at
+    most one sequence. Micro-batches: a rank's sequences are sorted by length and cut into runs within the budget,
+    because attention pads similar sequences to the longest of them (`length_classes`); with `fills`, best fit instead.
+    With `share_prompts`, families of sequences of a group replace single sequences in the balance, with the tokens of
+    their prompt counted once; the budget still counts every token of every sequence. All ranks get the same number of
+    micro-batches, since every forward pass is collective; a rank with too few sequences gets empty micro-batches.
 
     Args:
-        advantages: one [G] array per group of the manifest, finite; a branch has that of its trajectory.
+        advantages: one [G] array per group of the manifest, finite; a branch has its trajectory's advantage.
 
     Returns:
         Plans in the order of the indices. The `token_weight` of the trained tokens of an update sums to 1, unless
-        nothing is trained. Aggregation token_mean: all are equal. sequence_mean: those of one trajectory, its branches
-        included, are equal and sum to 1 / (trajectories that have a trained token). Aggregation fixed is the exception:
-        each weight is 1 / (trajectories * fixed_tokens), whose divisor depends on the recipe alone.
+        nothing is trained or aggregation is fixed:
+
+        token_mean      all equal
+        sequence_mean   equal within a trajectory and its branches, summing to 1 / (trajectories with a trained token)
+        fixed           each 1 / (trajectories * fixed_tokens): the divisor depends on the recipe alone
 
     Raises:
         ValueError: a sequence longer than the budget; advantages that do not match the groups or are not finite.
@@ -123,7 +124,7 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
 
 
 def _minibatches(groups: list[list[TrainSequence]], step: int, rules: PackingRules) -> Iterator[list[TrainSequence]]:
-    """The sequences of each update. The same set of groups is cut the same way, whatever order it comes in."""
+    """The sequences of each update. The same set of groups is cut the same way in any order."""
     draw = np.random.default_rng([rules.seed, step])
     bounds = np.linspace(0, len(groups), rules.num_minibatches + 1).round().astype(int)
     ordered = sorted(groups, key=lambda group: group[0].ordinal) if rules.num_minibatches > 1 else groups
@@ -140,6 +141,7 @@ def _update(sequences: list[TrainSequence], rules: PackingRules) -> list[tuple[M
     families = _families(weighed, rules.num_plans) if rules.share_prompts else [[s] for s in weighed]
     cut = _filled if rules.fills else _runs
     ranks = [cut(rank, rules.max_tokens_per_microbatch) for rank in _balance(families, rules.num_plans)]
+    # The fullest rank sets the count for all: forward passes are collective.
     count = max(1, *(len(runs) for runs in ranks))
     return [tuple(_spread(runs, count)) for runs in ranks]
 
@@ -178,8 +180,8 @@ def _sequences(manifest: LeaseManifest, advantages: Sequence[np.ndarray]) -> lis
 
 
 def _families(sequences: list[TrainSequence], num_plans: int) -> list[list[TrainSequence]]:
-    """Each group in as few parts as give every rank `FAMILIES_PER_RANK` of them, so that ranks can be balanced; one
-    group is one part where there is one rank. A part has the longest sequences first."""
+    """Splits each group into as few parts as give every rank `FAMILIES_PER_RANK` of them, so that ranks can be
+    balanced; one part if there is one rank. A part has its longest sequences first."""
     groups: dict[int, list[TrainSequence]] = {}
     for s in sequences:
         groups.setdefault(s.ordinal, []).append(s)
@@ -203,7 +205,7 @@ def _balance(families: list[list[TrainSequence]], num_plans: int) -> list[list[T
 
 
 def _computed(family: list[TrainSequence]) -> int:
-    """Tokens of a family whose prompts are computed once each; those of the same length count as one prompt."""
+    """Tokens of a family, each prompt counted once; prompts of equal length count as one prompt."""
     return sum({s.lengths.prompt for s in family}) + sum(s.lengths.response for s in family)
 
 
@@ -237,12 +239,13 @@ def _filled(sequences: list[TrainSequence], budget: int) -> list[Microbatch]:
         tightest = min(fitting, key=lambda i: rooms[i])
         found[tightest].append(s)
         rooms[tightest] -= s.lengths.total
+    # On rare inputs best fit needs more micro-batches than plain cutting.
     return min([tuple(run) for run in found], _runs(sequences, budget), key=len)
 
 
 def _spread(runs: list[Microbatch], count: int) -> list[Microbatch]:
-    """Exactly `count` micro-batches: halves the one with the most tokens as long as that is possible, then appends
-    empty ones. Halving saves memory at no cost, since the other ranks run as many."""
+    """Exactly `count` micro-batches: halves the micro-batch with the most tokens while possible, then appends empty
+    ones. Halving saves memory at no cost, since the other ranks run as many."""
     runs = list(runs)
     while len(runs) < count:
         widest = max(

@@ -1,4 +1,4 @@
-"""Plans one step: from the rewards of a lease to the plan of every data-parallel index. Pure."""
+"""Plans one step: from the rewards of a lease to the plan of each data-parallel index. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.types import GroupSummary, LeaseManifest, RankPlan, TrajectoryKey
 
 
 class StepPlanner:
-    """rewards - soft penalty for length - divergence from the reference -> advantages -> micro-batches."""
+    """rewards - length penalty - divergence from the reference -> advantages -> micro-batches."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._algorithm = algorithm = recipe.algorithm
@@ -45,8 +45,7 @@ class StepPlanner:
         return tuple(replace(plan, correction_bounds=correction_bounds) for plan in plans)
 
     def _advantages(self, group: GroupSummary, divergence: Mapping[TrajectoryKey, float] | None) -> np.ndarray:
-        """Raises ConfigError: the group has branches, as one of a checkpoint may, and each token gets an advantage of
-        its own."""
+        """Raises ConfigError: the group has branches (possible after a resume), and advantages are per token."""
         require(
             self._scope == "group" or len(group.lengths) == len(group.rewards),
             asked=f"algorithm.advantage={self._algorithm.advantage} for group {group.ordinal}",
@@ -56,6 +55,7 @@ class StepPlanner:
         lengths = [n.response for n in group.lengths[: len(group.rewards)]]  # of a trajectory, without its branches
         rewards = shaped_rewards(group.rewards, lengths, self._algorithm.overlong, self._longest_response_tokens)
         if divergence is not None:
+            # The divergence of all branches counts for their trajectory.
             nats = np.zeros(len(rewards))
             np.add.at(nats, list(group.owners), [divergence[group.ordinal, i] for i in range(len(group.lengths))])
             rewards = rewards - self._algorithm.kl.coefficient * nats

@@ -16,7 +16,7 @@ from asyncrl.weights.transports.process_group import host_store, sockets_towards
 
 
 class RankDevice:
-    """Owns the process group of a rank and a CUDA stream for each thread that works while another one trains."""
+    """Owns the process group of a rank, and a CUDA stream for each thread that works while another one trains."""
 
     device: torch.device
 
@@ -25,16 +25,16 @@ class RankDevice:
         self._timeout = timedelta(seconds=spec.trainer.collective_timeout_s)
         self._store: dist.TCPStore | None = None
         self._streams: dict[int, torch.cuda.Stream] = {}
-        """By thread."""
+        """By thread identifier."""
 
     def open_rendezvous(self, host: str) -> int:
         """Returns the port on `host`, an address of this machine, where the ranks meet; rank 0 only. The port is bound
-        from here on, so that nothing else can take it before `join`."""
+        from here on, so nothing else can take it before `join`."""
         self._store = host_store(host, self._world_size, self._timeout)
         return self._store.port
 
     def join(self, host: str, port: int, timeout_s: float) -> None:
-        """Readies the calling thread, in which the rank trains, and returns when all ranks have met.
+        """Prepares the calling thread, in which the rank trains, and returns when all ranks have met.
 
         Raises:
             ConfigError: torch does not see the device.
@@ -49,6 +49,7 @@ class RankDevice:
         if self._store is None:
             self._store = dist.TCPStore(host, port, self._world_size, timeout=self._timeout)
         sockets_towards(host)
+        # Wait for slow starters first, so that the collective timeout applies to running ranks only.
         await_peers(self._store, self._rank, self._world_size, timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
@@ -64,14 +65,14 @@ class RankDevice:
             dist.destroy_process_group()
 
     def give_back(self) -> None:
-        """Gives back what the allocator keeps: activations, gradients, gathered weights. Weights and, without
-        offload_optimizer, the optimizer's state stay on the device. Does nothing where no engine shares it."""
+        """Frees the allocator's cache: activations, gradients, gathered weights. Weights and, without
+        offload_optimizer, the optimizer's state stay on the device. No-op unless an engine shares the device."""
         if self._spec.shares_device and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def use_thread(self) -> None:
-        """Readies the calling thread for work while another one trains. On a GPU it gets a stream of its own: on the
-        common one each copy would wait for the kernels of the step."""
+        """Prepares the calling thread for work while another one trains. On a GPU it gets its own stream: on the
+        default stream each copy would wait for the kernels of the step."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             stream = self._streams.setdefault(threading.get_ident(), torch.cuda.Stream())
@@ -82,7 +83,7 @@ class RankDevice:
 
 def await_peers(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
     """Returns when all ranks have started. It has its own timeout: on a busy machine ranks start seconds apart, and the
-    timeout of a collective is meant for ranks that run.
+    collective timeout is meant for running ranks.
 
     Raises:
         DeadlineExceeded: some ranks have not started; the message names them.
@@ -99,8 +100,8 @@ def await_peers(store: dist.Store, rank: int, world_size: int, timeout_s: float)
 
 
 def resolve_device(asked: str, rank: int) -> torch.device:
-    """`auto` takes a CUDA device where one is visible: the only one, or one per rank of this machine. Raises
-    ConfigError: one is asked for, and torch sees none."""
+    """`auto` takes a CUDA device if one is visible: the only one, or one per rank of this machine. Raises ConfigError:
+    CUDA is requested, and torch sees no device."""
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(asked)

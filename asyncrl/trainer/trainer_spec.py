@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """`temperature` is that of sampling: log-probabilities are compared with what the replicas reported, so logits are
-    divided by it (0, greedy, is trained at 1). `seed` is the run's. `total_steps`: length of the run, at which a
-    falling learning rate ends unless `trainer.decay_steps` is set. `num_threads`: of each rank, on its node's cores.
-    `sends_snapshots`: weights are sent from a copy, while the rank trains. `shares_device`: an engine takes the memory
-    of the device between the steps. `over_kept`: probabilities are among the tokens that sampling kept. `is_alone`: no
+    """`temperature`: of sampling. Logits are divided by it, because log-probabilities are compared with the replicas'
+    (0, greedy, is trained at 1). `seed`: the run's. `total_steps`: length of the run, at which a falling learning rate
+    ends unless `trainer.decay_steps` is set. `num_threads`: of each rank, on its node's cores. `sends_snapshots`:
+    weights are sent from a copy while the rank trains. `shares_device`: an engine takes the memory of the device
+    between the steps. `over_kept`: probabilities are normalised over the tokens that sampling kept. `is_alone`: no
     replica computes while a rank does.
     """
 
@@ -53,8 +53,8 @@ class TrainerSpec:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of a rank on a CPU, read when torch is loaded. A rank sets its number of threads itself. Those that
-        wait leave the cores to other processes; where none needs them they look a few microseconds longer, which is
-        less than it takes to wake one."""
+        """Variables of a rank on a CPU, read when torch is loaded. A rank sets its number of threads itself. Waiting
+        threads yield the cores to other processes; if the rank is alone they spin for a few microseconds first, which
+        is less than waking a thread takes."""
         spins = {"GOMP_SPINCOUNT": "1000"} if self.is_alone else {}
         return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **spins}

@@ -44,16 +44,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Fetch = Callable[[Sequence[TrajectoryKey]], Sequence[Trajectory]]
-"""Sequences of leased groups, in that order. Raises what the queue raises, within its own deadline."""
+"""Sequences of leased groups, in the given order. Raises the queue's errors, within its own deadline."""
 FetchAhead = Callable[[Sequence[TrajectoryKey]], Mapping[TrajectoryKey, Trajectory]]
-"""Those of these sequences that the queue has foreseen last. Raises as `Fetch`."""
+"""Those sequences that the queue foresaw last. Raises as `Fetch`."""
 
 
 def in_thread(
     name: str,
 ) -> Callable[[Callable[Concatenate[W, P], T]], Callable[Concatenate[W, P], Coroutine[Any, Any, T]]]:
-    """The method blocks: it is done in the rank's thread of this name, and the event loop answers meanwhile. Each
-    thread makes one call after the other."""
+    """Runs a blocking method in the rank's thread of this name, so the event loop stays responsive. A thread makes its
+    calls one after the other."""
 
     def threaded(method: Callable[Concatenate[W, P], T]) -> Callable[Concatenate[W, P], Coroutine[Any, Any, T]]:
         @functools.wraps(method)
@@ -66,15 +66,14 @@ def in_thread(
 
 
 class TrainerWorker(HasLine):
-    """Owns the backend, the process group and the sending end of a transport. The driver makes calls from this class,
-    and never imports torch: what needs it is imported in the methods.
+    """Owns the backend, the process group and the sending end of a transport. The driver makes calls from this class
+    and never imports torch, so methods import the modules that need torch.
 
-    What trains is done in one thread, since torch's thread count and the order of collectives depend on it. Checkpoints
-    are written in another one while it trains; so are weights sent, where snapshots are.
+    Training uses one thread, since torch's thread count and the order of collectives depend on it. Checkpoints are
+    written in another thread while it trains, and so are snapshots sent.
 
     Consumes: one plan per step; the groups that it names.
-    Produces: optimizer steps; the tensors of a publish (the backend's sending ranks send their parts, the others help
-    to gather).
+    Produces: optimizer steps; the tensors of a publish (sending ranks send their parts, the others help to gather).
     Waits for: its peers, at most `trainer.collective_timeout_s` per collective; `fetch`, at most 120 s.
     Unblocked by: calls of the trainer pool; its peers.
     Stops when: `stop` is called or its process is killed. When a peer dies the collective in progress raises.
@@ -85,7 +84,7 @@ class TrainerWorker(HasLine):
     def __init__(
         self, spec: TrainerSpec, rank: int, fetch: Fetch, fetch_ahead: FetchAhead, node: Callable[[], str]
     ) -> None:
-        """`node`: returns an address of this machine, where ranks meet and from which weights are sent."""
+        """`node`: returns an address of this machine, for the rendezvous and for sending weights."""
         from asyncrl.trainer.host_copies import HostCopies
         from asyncrl.trainer.rank_device import RankDevice
         from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
@@ -101,7 +100,7 @@ class TrainerWorker(HasLine):
         self._copies = HostCopies()
         self._snapshot: dict[str, torch.Tensor] | None = None
         self._kept: Mapping[TrajectoryKey, Trajectory] = {}
-        """Sequences of the next step, as far as they were foreseen."""
+        """Foreseen sequences of the next step."""
         self._is_sending = threading.Lock()
         """Held while the snapshot is read."""
         self.threads = {name: BlockingCalls(name) for name in ("train", "fetch ahead", "save", "end a send")}
@@ -110,7 +109,7 @@ class TrainerWorker(HasLine):
 
     @in_thread("train")
     def open_rendezvous(self) -> tuple[str, int]:
-        """Opens the place where the ranks meet; rank 0 only. Returns its host and port."""
+        """Opens the rendezvous of the ranks; rank 0 only. Returns its host and port."""
         host = self._node()
         return host, self._device.open_rendezvous(host)
 
@@ -133,7 +132,7 @@ class TrainerWorker(HasLine):
 
     @in_thread("train")
     def train_step(self, plan: RankPlan) -> TrainMetrics:
-        """Fetches what this rank's plan names and takes one optimizer step; collective.
+        """Fetches the sequences of this rank's plan and takes one optimizer step; collective.
 
         Raises:
             RunFailed: loss or gradient is not finite; nothing was changed.
@@ -151,11 +150,11 @@ class TrainerWorker(HasLine):
 
     @in_thread("fetch ahead")
     def fetch_ahead(self, plan: RankPlan) -> None:
-        """Holds those sequences of this plan of the next step that the queue has foreseen, instead of those before."""
+        """Replaces the held sequences by the foreseen sequences of this plan, which is of the next step."""
         self._kept = self._fetch_ahead(plan.keys)
 
     def _trajectories(self, plan: RankPlan) -> dict[TrajectoryKey, Trajectory]:
-        """What the plan names: what is held as the plan describes it, the rest from the queue."""
+        """The sequences of the plan: held ones if they match the plan, the rest from the queue."""
         kept, due = self._kept, plan.lengths
         found = {key: kept[key] for key, lengths in due.items() if key in kept and lengths.fits(kept[key])}
         missing = [key for key in due if key not in found]
@@ -171,7 +170,8 @@ class TrainerWorker(HasLine):
 
     @in_thread("send")
     def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
-        """Opens the sending end, and closes an earlier one; sending ranks only. Returns what receivers need to join."""
+        """Opens the sending end and closes an earlier one; sending ranks only. Returns the information that receivers
+        need."""
         from asyncrl.weights.transports import build_sender
 
         if self._spec.sends_snapshots:
@@ -192,8 +192,9 @@ class TrainerWorker(HasLine):
     @in_thread("train")
     def snapshot_weights(self) -> None:
         """Copies the current weights of a sending rank into host memory, for `encode_weights` and `send_weights`;
-        collective. The memory of the copy before is used again, unless it is still being sent."""
+        collective. Reuses the memory of the previous copy unless it is still being sent."""
         before, self._snapshot = self._snapshot, None
+        # A snapshot that is being sent keeps its memory; the new copy then takes new memory.
         if before is not None and self._is_sending.acquire(blocking=False):
             self._copies.give_back(before)
             self._is_sending.release()
@@ -206,20 +207,21 @@ class TrainerWorker(HasLine):
 
     @in_thread("send")
     def encode_weights(self) -> EncodedWeights | None:
-        """A sending rank encodes its part of the weights to send as differences to those that it encoded before; the
-        others gather with it and return None."""
+        """A sending rank encodes its weights as differences to the last ones it encoded; the others gather and return
+        None."""
         with self._weights("cpu") as weights:
             return self._encoder.encode(weights) if self._sends() else None
 
     @in_thread("send")
     def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
-        """A sending rank sends its part of the current weights and returns its digest; the others gather with it and
-        return None. Where snapshots are sent, the weights are those of the last one, and nothing is gathered. Nor is it
-        with encoding delta: what `encode_weights` made is sent, and the digest is of the weights that it encoded.
+        """A sending rank sends its part of the current weights and returns its digest; the others gather and return
+        None. Nothing is gathered in two cases: with snapshots the last snapshot is sent, and with encoding delta the
+        result of `encode_weights` is sent, whose weights the digest is of.
 
         Raises:
-            WeightTransferError, DeadlineExceeded: on a sending rank; the ranks that do not send end normally.
+            WeightTransferError, DeadlineExceeded: on a sending rank; the other ranks end normally.
         """
+        # The differences are complete already; sending them gathers nothing.
         if manifest.encoding == "delta":
             sent = self._send(manifest, self._encoder.differences(), timeout_s)
             return None if sent is None else self._encoder.digest
@@ -245,8 +247,8 @@ class TrainerWorker(HasLine):
 
     @contextmanager
     def _weights(self, device: torch.device | str) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """Those to send: of the last snapshot, on `device`, where snapshots are sent; else the current ones, which all
-        ranks gather together."""
+        """The weights to send: the last snapshot, on `device`, if snapshots are sent; else the current weights, which
+        all ranks gather together."""
         if self._spec.sends_snapshots:
             self._device.use_thread()
             with self._is_sending:
@@ -274,8 +276,7 @@ class TrainerWorker(HasLine):
 
     @in_thread("save")
     def save(self, directory: Path) -> dict[str, FileDigest]:
-        """Writes the last capture; collective, in a group of its own. Returns the digests of what this rank wrote, by
-        file name.
+        """Writes the last capture; collective, in its own group. Returns file name -> digest of this rank's files.
 
         Raises:
             StorageError: a rank could not write, or this one cannot read what it wrote.
@@ -289,7 +290,7 @@ class TrainerWorker(HasLine):
 
     @in_thread("train")
     def load(self, directory: Path) -> None:
-        """Raises ConfigError: it is a checkpoint of another backend or model, or none."""
+        """Raises ConfigError: there is no checkpoint, or it is of another backend or model."""
         require_written_by(self._spec.trainer.backend, directory)
         self._backend.load(directory)
         self._device.give_back()

@@ -1,4 +1,4 @@
-"""The training state of a checkpoint, apart from the backend that wrote it: what conversion reads and writes."""
+"""The training state of a checkpoint, independent of the backend that wrote it; conversion reads and writes it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MODELS = ("model", "critic")
 
 
 class TrainingState(Protocol):
-    """Weights, moments and numbers of steps that one backend's `save` wrote, read in one process and without a process
-    group. Tensors have Hugging Face names, experts apart; the head of a critic is `head.weight` and `head.bias`."""
+    """Weights, moments and step counts that one backend's `save` wrote, read in one process and without a process
+    group. Tensors have Hugging Face names, experts separate; a critic's head is `head.weight` and `head.bias`."""
 
     def total_steps(self) -> int:
-        """Length of the run that wrote it. Raises ConfigError: it cannot be read."""
+        """Length of the run. Raises ConfigError: it cannot be read."""
         ...
 
     def steps(self, model: str) -> int:
-        """How many steps the optimizer of `model` made. Raises ConfigError: it cannot be read."""
+        """Number of steps of the optimizer of `model`. Raises ConfigError: it cannot be read."""
         ...
 
     def shapes(self, model: str) -> dict[str, tuple[int, ...]]:
-        """The tensors of `model`, in the order in which they are best read; empty where there is no such model."""
+        """The tensors of `model`, in the best order for reading; empty if there is no such model."""
         ...
 
     def read(self, model: str, name: str, kind: TensorKind) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Attention inside the sequences of packed rows, as attention implementations of transformers: `packed_attention`, and
-torch's own kernel for sequences of different lengths."""
+"""Attention implementations for transformers that keep the sequences of a packed row apart: `packed_attention`, and
+torch's kernel for sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Attend = Callable[..., torch.Tensor]
 
 def register_packed_attention() -> None:
     """Makes `attn_implementation` "packed_sdpa" and "varlen" known to transformers. Idempotent."""
-    # a compiled layer calls it: traced, each number of classes would be compiled again
+    # Compiled layers call it; tracing would recompile for each number of classes.
     AttentionInterface.register(PACKED_SDPA, torch.compiler.disable(RowAttention(PACKED_SDPA, packed_attention)))
     if (kernel := varlen_kernel()) is not None:
         AttentionInterface.register(VARLEN, torch.compiler.disable(RowAttention(VARLEN, VarlenAttention(kernel))))
 
 
 def varlen_kernel() -> Callable[..., Any] | None:
-    """Torch's `varlen_attn`; None where torch has none with windows and shared keys."""
+    """Torch's `varlen_attn`; None if torch has no such kernel with windows and grouped-query heads."""
     try:
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:
@@ -40,7 +40,7 @@ def varlen_kernel() -> Callable[..., Any] | None:
 
 
 class RowAttention:
-    """The signature of transformers around `attend`, and the exchange of tokens for heads where ranks share a row."""
+    """Adapts `attend` to transformers' signature, and exchanges tokens for heads where ranks share a row."""
 
     def __init__(self, name: str, attend: Attend) -> None:
         """`name`: for errors."""
@@ -67,15 +67,16 @@ class RowAttention:
 
         Args:
             query: [1, H, N, D]; key, value: [1, K, N, D], H a multiple of K.
-            attention_mask: None; the layout says all there is to mask.
-            packed_layout: of the row; with `exchange` of all ranks that share it, and N are this rank's tokens.
+            attention_mask: None; the layout determines the mask.
+            packed_layout: of the row. With `exchange` it covers all ranks that share the row, and N counts this rank's
+                tokens.
             sliding_window: a token sees itself and the `sliding_window - 1` before it.
 
         Returns:
             [1, N, H, D], and None for the weights, which are never formed.
 
         Raises:
-            ValueError: the model asks for a feature of attention that this implementation does not have.
+            ValueError: the model uses an attention feature that this implementation lacks.
         """
         unknown = sorted(name for name in ("softcap", "s_aux", "position_bias") if features.get(name) is not None)
         if unknown or attention_mask is not None:
@@ -92,10 +93,10 @@ class RowAttention:
 
 
 class VarlenAttention:
-    """`packed_attention` by one call of a kernel that reads sequences of different lengths: nothing is padded."""
+    """`packed_attention` by one call of a varlen kernel: nothing is padded."""
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
-        """`kernel`: with the signature of `torch.nn.attention.varlen.varlen_attn`."""
+        """`kernel`: has the signature of `torch.nn.attention.varlen.varlen_attn`."""
         self._kernel = kernel
 
     def __call__(
@@ -109,7 +110,7 @@ class VarlenAttention:
         scaling: float | None = None,
         sliding_window: int | None = None,
     ) -> torch.Tensor:
-        """[N, H, D]; see `packed_attention`. Raises ValueError: the model drops weights of attention in training."""
+        """[N, H, D]; see `packed_attention`. Raises ValueError: the model uses attention dropout in training."""
         if dropout:
             raise ValueError(
                 f"trainer.fsdp.attention={VARLEN} has no dropout; set trainer.fsdp.attention={PACKED_SDPA}"

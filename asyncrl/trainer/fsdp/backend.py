@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def _mesh(device: torch.device, rank: int, world_size: int, trainer: TrainerConfig) -> DeviceMesh:
-    """[ranks], or [copies, ranks of a copy]: consecutive ranks, which are on one node, hold a copy. Collective."""
+    """[ranks], or [copies, ranks of a copy]: consecutive ranks, which share a node, hold one copy. Collective."""
     shards = trainer.fsdp.shard_ranks
     if shards in (None, world_size):
         return init_device_mesh(device.type, (world_size,))
@@ -40,7 +40,7 @@ def _mesh(device: torch.device, rank: int, world_size: int, trainer: TrainerConf
 
 
 def _shares(rank: int, world_size: int, trainer: TrainerConfig) -> tuple[ContextRanks, Peers]:
-    """The ranks that share the rows of this rank, and one rank of each row: consecutive ranks share. Collective."""
+    """The ranks that share this rank's rows (consecutive ranks), and one rank of each row. Collective."""
     if trainer.fsdp.context_parallel == 1:
         return ContextRanks(), Peers(dist.group.WORLD)
     numbers = torch.arange(world_size).view(-1, trainer.fsdp.context_parallel)
@@ -49,7 +49,7 @@ def _shares(rank: int, world_size: int, trainer: TrainerConfig) -> tuple[Context
 
 
 def _own_group(parts: list[list[int]], rank: int, trainer: TrainerConfig) -> dist.ProcessGroup:
-    """Of the groups of ranks `parts`, the one with this rank. Collective."""
+    """The group of `parts` that contains this rank. Collective."""
     timeout = timedelta(seconds=trainer.collective_timeout_s)  # groups that a mesh makes itself have torch's own
     made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in parts]
     own = next(group for ranks, group in made if rank in ranks)
@@ -58,16 +58,18 @@ def _own_group(parts: list[list[int]], rank: int, trainer: TrainerConfig) -> dis
 
 
 class FsdpBackend:
-    """One rank. Needs torch.distributed's default group, whose timeout bounds every collective made here. Owns the
-    models, their optimizers, and the captured copy of their state; `TrainingStep` makes the step."""
+    """One rank. Needs torch.distributed's default group, whose timeout bounds every collective here. Owns the models,
+    their optimizers and the captured copy of their state; `TrainingStep` makes the step."""
 
     def __init__(self, spec: TrainerSpec, *, rank: int, world_size: int, device: torch.device) -> None:
         """Loads and shards the models; collective. Raises ConfigError: a model cannot be read or trained."""
+        # Phase 1: models. Every rank draws the same initial weights, then switches to its own seed.
         self._spec, self._rank, self._device = spec, rank, device
         torch.manual_seed(spec.seed)  # random initial weights (adapters) are the same on any number of ranks
         context, peers = _shares(rank, world_size, spec.trainer)
         self._models = Models(spec, _mesh(device, rank, world_size, spec.trainer), context)
         torch.manual_seed(spec.seed + rank)  # dropout, where a model has it, differs between ranks
+        # Phase 2: the step and the publication over these models.
         self._policy = self._models.policy
         fsdp = spec.trainer.fsdp
         self._step = TrainingStep(
@@ -80,8 +82,8 @@ class FsdpBackend:
         self._publication = Publication(self._policy.causal_lm, spec, device)
         self._copies = HostCopies()
         self._captured: dict[str, torch.Tensor] | None = None
-        # Saving runs beside training in a thread of its own. It needs a group of its own, or the collectives of the two
-        # would be matched with each other. A rank waits in it while another one writes.
+        # Saving runs in its own thread concurrently with training, so it needs its own group: collectives of the two
+        # must not be matched with each other. Its timeout is long: a rank waits in it while another one writes.
         saving = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
         assert isinstance(saving, dist.ProcessGroup), "every rank is a member"
         self._saving = saving
@@ -106,8 +108,8 @@ class FsdpBackend:
         return (SendingRank(0, 0),)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainBackend`. Tensors are on the trainer's device. A tensor that needed no gathering and no cast shares
-        memory with the master weights, so read it before the next step."""
+        """See `TrainBackend`. Tensors are on the trainer's device. A tensor that needed neither gathering nor a cast
+        shares memory with the master weights: read it before the next step."""
         return self._publication.tensors()
 
     def capture(self) -> None:
@@ -155,13 +157,13 @@ class FsdpBackend:
         return found
 
     def _facts(self) -> dict[str, torch.Tensor]:
-        """The entries of a checkpoint that are checked rather than loaded."""
+        """Entries of a checkpoint that are checked, not loaded."""
         total = torch.tensor(self._spec.total_steps, dtype=torch.int64)
         return self._models.lora_facts() | {sharded_state.TOTAL_STEPS: total}
 
 
-# The tensors of a publish: the whole policy in the replicas' dtype, with each expert apart as in a checkpoint, or
-# only its adapters.
+# The tensors of a publish: the whole policy in the replicas' dtype, experts separate as in a checkpoint, or only its
+# adapters.
 
 
 class Publication:
@@ -182,7 +184,7 @@ class Publication:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Collective: every rank must exhaust the iterator."""
         for name, tensor in sharded_state.published_tensors(self._model):
-            # cast before gathering, half the bytes for 16-bit replicas; on the device, whose group is NCCL's
+            # cast before gathering: half the bytes for 16-bit replicas. Gathered on the device: its group is NCCL's.
             whole = sharded_state.full(tensor.to(self._device, self._dtype)).detach()
             if self._scale is not None and name.endswith(LORA_B):
                 whole = whole * self._scale

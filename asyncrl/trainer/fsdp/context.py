@@ -1,10 +1,10 @@
-"""Context parallelism: several ranks share the tokens of each packed row, so that long ones take little of one memory.
+"""Context parallelism: several ranks share the tokens of each packed row, so that long rows fit in memory.
 
-Rank r of R holds the r-th of R equal runs of the row's tokens. Every layer computes its own tokens, except attention:
-before it the ranks exchange their tokens for heads, so that each has all tokens of a share of the heads, and afterwards
-they exchange back. Attention itself is that of one rank, with any layout of the row, shared prompts included, and all
-ranks have the same work in it. A prediction belongs to the rank that holds its predictor; the values of all ranks are
-put together, so that each computes the loss of the whole row and differentiates its own part.
+Rank r of R holds the r-th of R equal runs of the row's tokens. Every layer except attention computes its own tokens.
+Around attention the ranks exchange tokens for heads: each has all tokens of a share of the heads inside, and its own
+tokens again afterwards. Attention itself runs as on one rank, with any layout of the row, shared prompts included, and
+the same work on all ranks. A prediction belongs to the rank that holds its predictor. The values of all ranks are
+combined, so that each rank computes the loss of the whole row and differentiates its own part.
 Source: DeepSpeed Ulysses (arXiv:2309.14509).
 Legend: N tokens of the row, n = ceil(N / R) tokens of a rank, H query heads, K key heads, D head size.
 """
@@ -22,7 +22,7 @@ from asyncrl.trainer.step.batch import PackedTokens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadExchange:
-    """The exchange of tokens for heads around attention. `num_tokens`: N; runs are filled up behind them."""
+    """The exchange of tokens for heads around attention. `num_tokens`: N; the last runs are padded."""
 
     group: dist.ProcessGroup
     num_tokens: int
@@ -30,11 +30,11 @@ class HeadExchange:
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[N, H / R, D] and twice [N, K / R, D], at least one key head: all tokens of this rank's heads. Query heads
-        have the key heads that they had. Collective.
+        """[N, H / R, D] and twice [N, K / R, D] (at least one key head): all tokens of this rank's heads. Query heads
+        keep their key heads. Collective.
 
         Args:
-            query: [n, H, D] of this rank's tokens; key, value: [n, K, D]. R divides H, and one of R and K the other.
+            query: [n, H, D] of this rank's tokens; key, value: [n, K, D]. R divides H; R divides K or K divides R.
         """
         ranks = self.group.size()
         copies = max(1, ranks // key.shape[1])
@@ -62,9 +62,10 @@ class RowPart:
     """The part of a packed row that a rank computes.
 
     Attributes:
-        tokens: the rank's own, with the layout of the whole row; its predictions are those whose predictors it holds.
-        num_real: how many of its tokens are of the row. The rest fill it up: nothing reads them.
-        own: [m] int64, which predictions of the row are its own; None: all of them.
+        tokens: the rank's own, with the layout of the whole row; its predictions are the ones whose predictors it
+            holds.
+        num_real: how many of its tokens belong to the row. The others are padding that nothing reads.
+        own: [m] int64, indices of its own predictions in the row; None: all of them.
         num_predictions: of the row.
         exchange: for attention; None where the rank has the whole row.
     """
@@ -76,7 +77,7 @@ class RowPart:
     exchange: HeadExchange | None = None
 
     def of_row(self, values: torch.Tensor) -> torch.Tensor:
-        """[predictions of the row, ...] from [m, ...] of this rank's predictions: the same on every rank that shares
+        """[predictions of the row, ...] from [m, ...] of this rank's predictions; the same on every rank that shares
         the row. Collective."""
         if self.own is None or self.exchange is None:
             return values
@@ -84,14 +85,14 @@ class RowPart:
         return self.summed(whole)
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of `values` over the ranks that share the row; each rank differentiates its own. Collective."""
+        """Sum of `values` over the ranks that share the row; each rank differentiates its own summand. Collective."""
         if self.exchange is None:
             return values
         return _Sum.apply(values, self.exchange.group)  # pyright: ignore[reportReturnType]
 
 
 class ContextRanks:
-    """The ranks that share the tokens of a row, this rank among them."""
+    """The ranks that share the tokens of a row, including this rank."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """`group`: in the order of the tokens; None: this rank has whole rows."""
@@ -102,12 +103,13 @@ class ContextRanks:
         num_tokens, group = tokens.input_ids.shape[1], self._group
         if group is None:
             return RowPart(tokens, num_tokens, len(tokens.targets))
+        # This rank's run of tokens, and the predictions whose predictors lie in it.
         size = -(-num_tokens // group.size())
         start = group.rank() * size
         own = ((tokens.predictors >= start) & (tokens.predictors < start + size)).nonzero()[:, 0]
 
         def run(row: torch.Tensor, filling: int) -> torch.Tensor:
-            """The rank's entries of [N, ...]."""
+            """This rank's entries of [N, ...], padded with `filling`."""
             held = row[start : start + size]
             return torch.cat([held, held.new_full((size - len(held), *row.shape[1:]), filling)])
 
@@ -126,7 +128,7 @@ class ContextRanks:
 
 
 class _Exchange(torch.autograd.Function):
-    """[R, ...] -> [R, ...]: rank i's entry j becomes rank j's entry i. Its gradient is exchanged in the same way."""
+    """[R, ...] -> [R, ...]: rank i's entry j becomes rank j's entry i. The gradient takes the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -146,7 +148,7 @@ def _exchanged(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks. What every rank computes from it has one gradient, which each passes to its own summand."""
+    """Sum over ranks. All ranks compute the same from it, so each passes the gradient to its own summand unchanged."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

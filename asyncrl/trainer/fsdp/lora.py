@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: the base weights are frozen, and only the adapters are trained, saved and published.
+"""Low-rank adapters through peft: base weights are frozen; only adapters are trained, saved and published.
 
     W = W_0 + (alpha / rank) B A
 
@@ -26,14 +26,15 @@ logger = logging.getLogger(__name__)
 ADAPTER = "default"
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "experts")
 SCALE, BASE = "lora.scale", "lora.base"
-"""Entries of a checkpoint: alpha / rank, [] float64; directory or hub name of the base weights, [bytes] uint8."""
+"""Entries of a checkpoint. Scale: alpha / rank, [] float64. Base: directory or hub name of the base weights, [bytes]
+uint8."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
     """Freezes `model` and adds adapters to it, in place. Untrained adapters do not change its output.
 
     Raises:
-        ConfigError: no module has such a name, or one that cannot be adapted.
+        ConfigError: no module has such a name, or the named module cannot be adapted.
     """
     import peft
 
@@ -53,7 +54,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         raise ConfigError(explain(asked, str(error).splitlines()[0], "name linear layers, or all-linear")) from error
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            parameter.data = parameter.data.float()  # trained in float32, whatever the weights below are kept in
+            parameter.data = parameter.data.float()  # trained in float32, whatever the base weights' dtype
+    # peft adapts other modules too if their names match; only linear layers of the decoder are supported.
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
     if any(isinstance(m, peft.tuners.lora.LoraLayer) for m in ends) or not all(
         isinstance(m.get_base_layer(), nn.Linear) for m in _layers(model)
@@ -64,10 +66,10 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes without its adapters; for passes without gradient."""
+    """Inside, the model computes without its adapters. For passes without gradient."""
     layers = _layers(model)
-    # Not peft's enable_adapters: that also clears requires_grad of the adapters, and FSDP would keep the cleared flag
-    # on parameters that it gathers inside.
+    # peft's enable_adapters would also clear requires_grad of the adapters, and FSDP would keep the cleared flag on
+    # parameters that it gathers inside.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -82,7 +84,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The (sharded) adapters by their published names, as they are trained: not scaled."""
+    """(published name, sharded adapter tensor), unscaled, as trained."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if ".lora_" in name:
             yield name.replace(f".{ADAPTER}.", "."), tensor
@@ -93,8 +95,8 @@ def scale_of(config: LoraConfig) -> float:
 
 
 def check_same(facts: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
-    """Checks that the adapters of a checkpoint with entries `written` mean the same in a run with entries `facts`. Logs
-    a warning when the base is in another directory.
+    """Checks that adapters of a checkpoint with entries `written` mean the same in a run with entries `facts`. Logs a
+    warning if the base is in another directory.
 
     Raises:
         ConfigError: their scale differs, or their base is another model of the hub.
@@ -118,8 +120,8 @@ def check_same(facts: Mapping[str, torch.Tensor], written: Mapping[str, torch.Te
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """The names of all linear layers. peft's own all-linear would include experts and routers, which are parameters and
-    not layers."""
+    """Names of all linear layers. peft's own all-linear would include experts and routers, which are parameters, not
+    layers."""
     output = model.get_output_embeddings()
     return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
 

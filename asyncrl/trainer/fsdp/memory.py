@@ -1,8 +1,8 @@
-"""What an FSDP2 rank holds, by arithmetic. Pure; imports no torch.
+"""Memory estimate of an FSDP2 rank, by arithmetic. Pure; imports no torch.
 
-What is trained has weights, gradients and moments in float32, what is frozen is in the dtype of the passes; all of it
-is split evenly over the ranks of a copy. A test compares it with what a rank allocates, and benchmarks/memory.py with
-torch's memory tracker.
+Trained tensors have weights, gradients and moments in float32; frozen tensors have the dtype of the passes. All are
+split evenly over the ranks of a copy. A test compares the estimate with a rank's allocations, and benchmarks/memory.py
+with torch's memory tracker.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from asyncrl.trainer.model_tensors import EMBEDDING, NORM, OUTPUT, RankMemory, S
 _FLOAT32, _MOMENTS = 4, 8
 _BYTES = {"float32": 4, "bfloat16": 2}
 _HEAD = 128
-"""Size of an attention head, as most models have it; those that norm their heads say it."""
+"""Size of an attention head in most models, for models whose tensors do not show it (no norms of heads)."""
 
 
 def logits_per_chunk(device: str) -> int:
-    """Entries of one block of logits: 1 GiB in float32 on GPUs, whose products want many rows, and 256 MiB on CPUs."""
+    """Entries of one block of logits: 1 GiB in float32 on GPUs, where products need many rows; 256 MiB on CPUs."""
     return 1 << 26 if device == "cpu" else 1 << 28
 
 
@@ -35,12 +35,12 @@ def rank_memory(
     tokens: int | None = None,
     experts_per_token: int = 1,
 ) -> list[RankMemory]:
-    """One entry: all ranks hold the same.
+    """A single entry: all ranks hold the same.
 
     Args:
         tensors: of the policy; a critic and a reference have the same sizes.
         own_reference: the reference is not the base of the adapters, if there are any.
-        tokens: of the largest micro-batch; None: what its passes hold is left out.
+        tokens: of the largest micro-batch; None: leave out the memory of its passes.
     """
     policy = sum(map(prod, tensors.values()))
     adapters = sum(_adapter(name, shape, trainer.lora) for name, shape in tensors.items()) if trainer.lora.rank else 0
@@ -49,9 +49,11 @@ def rank_memory(
     frozen = policy if adapters else 0  # the base, which is the reference too
     frozen += policy if reference and (own_reference or not adapters) else 0
     ranks, fsdp = trainer.shard_ranks, trainer.fsdp
+    # State of the whole step, split over the ranks.
     weights = (_FLOAT32 * trained + _BYTES[fsdp.param_dtype] * frozen) // ranks
     gradients = _FLOAT32 * trained // (ranks if fsdp.reduce_every_microbatch else 1)
     optimizer = _MOMENTS * trained // ranks
+    # The peak depends on what is on the device during the passes and during the optimizer step.
     passes = peak = None
     if tokens is not None:
         passes = _Passes.of(trainer, tensors, tokens, experts_per_token).peak()
@@ -79,9 +81,9 @@ class _Passes:
     """Bytes of the passes over one micro-batch.
 
     Attributes:
-        checkpoints: what stays from the forward pass until a layer's turn comes in the backward pass.
+        checkpoints: kept from the forward pass until a layer's turn in the backward pass.
         last: of the final norm, and the hidden states whose logits are formed.
-        layer: what a layer saves for its backward pass, where it is computed again; with what it leaves meanwhile.
+        layer: saved by one layer for its backward pass if it is recomputed.
         gradients: of activations, while a layer is differentiated.
         gathered_root, gathered_layer: embedding and output layer; the largest layer.
         logits: entries of one chunk.
@@ -102,7 +104,7 @@ class _Passes:
 
     @classmethod
     def of(cls, trainer: TrainerConfig, tensors: Mapping[str, Shape], tokens: int, experts_per_token: int) -> _Passes:
-        """`tokens`: of the micro-batch, which `context_parallel` ranks share."""
+        """`tokens`: of the micro-batch, shared by `context_parallel` ranks."""
         width, recomputes = _BYTES[trainer.fsdp.param_dtype], trainer.fsdp.activation_checkpointing
         ranks = trainer.fsdp.context_parallel
         tokens = -(-tokens // ranks)
@@ -131,12 +133,12 @@ class _Passes:
         )
 
     def peak(self) -> int:
-        """The most that is there at once: while logits are formed, while they are differentiated, while the first layer
-        of the backward pass is, or while the gradients of embedding and output layer are reduced."""
+        """The maximum over four moments: logits are formed; logits are differentiated; the first layer of the backward
+        pass runs; the gradients of embedding and output layer are reduced."""
         before = self.checkpoints + self.last + self.gathered_root
         forward = before + 2 * _FLOAT32 * self.logits
-        of_output = (_FLOAT32 + self.width) * self.output if self.trains_all else 0  # their sum, and those of a chunk
-        of_logits = _FLOAT32 + self.width * (self.width < _FLOAT32)  # those of 16 bits beside those of 32
+        of_output = (_FLOAT32 + self.width) * self.output if self.trains_all else 0  # their sum and a chunk's gradients
+        of_logits = _FLOAT32 + self.width * (self.width < _FLOAT32)  # 16-bit logits exist in addition to float32 ones
         backward = before + of_logits * self.logits + of_output + self.hidden + self.gathered_layer
         reduced = _FLOAT32 * self.gathered_layer // self.width if self.trains_all else 0
         layer = self.checkpoints + self.layer + self.gradients + self.gathered_root + 2 * self.gathered_layer + reduced
@@ -146,13 +148,13 @@ class _Passes:
 
 
 def _norm(size: int, width: int) -> int:
-    """Bytes a token that a norm saves, with its output: it computes in float32."""
+    """Bytes per token that a norm saves, including its output: it computes in float32."""
     return (_FLOAT32 + 2 * width if width < _FLOAT32 else 3 * width) * size
 
 
 def _saved(layer: Mapping[str, Shape], width: int, experts_per_token: int, *, recomputes: bool, ranks: int) -> int:
-    """Bytes a token that a layer saves for its backward pass, where `ranks` share the row: each has a key head, and the
-    output of attention is there by heads and by tokens."""
+    """Bytes per token that a layer saves for its backward pass. Where `ranks` share the row, each has at least one key
+    head, and attention's output exists both by heads and by tokens."""
     query, hidden = layer["self_attn.q_proj.weight"]
     key = layer["self_attn.k_proj.weight"][0]
     norms = 2 * _norm(hidden, width)
@@ -168,8 +170,8 @@ def _saved(layer: Mapping[str, Shape], width: int, experts_per_token: int, *, re
 
 
 def _inner(layer: Mapping[str, Shape], experts_per_token: int) -> tuple[int, int]:
-    """Elements a token in the middle of the feed-forward block, of all experts that it takes; and those of the hidden
-    state that each of these experts is given."""
+    """Elements per token inside the feed-forward block, over all its chosen experts; and of the hidden states that
+    these experts receive."""
     taken = {"mlp.gate_proj.weight": 1, "mlp.shared_expert.gate_proj.weight": 1}
     inner = sum(times * layer[name][0] for name, times in taken.items() if name in layer)
     width, hidden = layer.get("mlp.experts.0.gate_proj.weight", (0, 0))
@@ -177,7 +179,7 @@ def _inner(layer: Mapping[str, Shape], experts_per_token: int) -> tuple[int, int
 
 
 def _adapter(name: str, shape: Shape, lora: LoraConfig) -> int:
-    """Elements of the two matrices beside the linear layer of this tensor."""
+    """Elements of the two adapter matrices of the linear layer with this tensor."""
     layer = name.removesuffix(".weight")
     if len(shape) != 2 or ".experts." in name or not layer.startswith("model.layers.") or layer.endswith("gate"):
         return 0

@@ -1,4 +1,4 @@
-"""Hugging Face models for training: loaded, checked, compiled and sharded; the policy, the critic and the reference."""
+"""Hugging Face models for training: loads, checks, compiles and shards policy, critic and reference."""
 
 from __future__ import annotations
 
@@ -39,28 +39,30 @@ def load_model(
     head: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """The model of `model.path` on the CPU, unsharded; without `head` only what gives hidden states.
+    """The model of `model.path` on the CPU, unsharded; without `head` only the layers up to the hidden states.
 
-    The first rank of the mesh reads the weights. On the other ranks the parameters are uninitialised memory that is
-    never touched, until `shard` sends each rank its part. So the model occupies host memory once, not once per rank.
+    The first rank of the mesh reads the weights. On the other ranks parameters are uninitialised memory that is never
+    touched until `shard` sends each rank its part, so the model occupies host memory once, not once per rank.
 
     Args:
         key: the key of the recipe that names the model, for errors.
 
     Raises:
-        ConfigError: the model cannot be read, its heads do not divide over the ranks that share a row, or its
-            architecture computes something that packing would get wrong.
+        ConfigError: the model cannot be read, its heads do not divide over the ranks that share a row, or packing would
+            break its architecture.
     """
     check_place(model.path, key)
     register_packed_attention()
     kind: Any = AutoModelForCausalLM if head else AutoModel
     hub = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    # The attention is resolved before loading: transformers wires it into the layers when it builds the model.
     attention = choose_attention(fsdp, Kernels.of(torch.device(mesh.device_type)))
     how = {"dtype": dtype, "attn_implementation": attention}
     try:
         if _reads(mesh):
             found = kind.from_pretrained(model.path, **hub, **how)
         else:
+            # Structure only: `shard` fills in the weights.
             config = AutoConfig.from_pretrained(model.path, **hub)
             with no_init_weights():
                 found = kind.from_config(config, trust_remote_code=model.trust_remote_code, **how)
@@ -82,9 +84,9 @@ def load_model(
 def packed_forward(
     model: PreTrainedModel, part: RowPart, *, routing: bool = False
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """[n, hidden size], the last layer's output at the predictor of each predicted token of this rank's part; with
-    `routing` for each layer with experts the logits of its router, [N, experts]. Collective over the ranks that share
-    the row."""
+    """[n, hidden size]: the last layer's output at the predictor of each predicted token of this rank's part. With
+    `routing` also the router logits, [N, experts] per layer with experts. Collective over the ranks that share the
+    row."""
     tokens, layout = part.tokens, part.tokens.layout
     asked: dict[str, Any] = {"output_router_logits": True} if routing else {}
     found = model.base_model(
@@ -93,7 +95,7 @@ def packed_forward(
         use_cache=False,
         packed_layout=layout,
         exchange=part.exchange,
-        # what flash attention reads; the others read the layout
+        # flash attention reads these; the other implementations read the layout
         cu_seq_lens_q=layout.boundaries,
         cu_seq_lens_k=layout.boundaries,
         max_length_q=layout.max_length,
@@ -105,7 +107,7 @@ def packed_forward(
 
 
 def check_routers(causal_lm: PreTrainedModel, coefficient: float) -> None:
-    """Raises ConfigError: a load-balancing loss was asked for, and the model is no mixture of experts."""
+    """Raises ConfigError: a load-balancing loss is requested, and the model is no mixture of experts."""
     if coefficient > 0 and causal_lm.config.model_type not in MODEL_TYPES:
         raise ConfigError(
             explain(
@@ -118,10 +120,10 @@ def check_routers(causal_lm: PreTrainedModel, coefficient: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a rank's device and its packages allow.
+    """Attention kernels that a rank's device and packages allow.
 
     Attributes:
-        capability: of its CUDA device; None: there is none.
+        capability: of its CUDA device; None: no CUDA device.
         flash_attn: the package is installed.
         varlen: torch has a kernel for sequences of different lengths.
     """
@@ -137,7 +139,7 @@ class Kernels:
 
 
 def choose_attention(fsdp: FsdpConfig, kernels: Kernels) -> str:
-    """What `trainer.fsdp.attention` resolves to. Raises ConfigError: an attention was asked for that cannot run."""
+    """Resolves `trainer.fsdp.attention`. Raises ConfigError: the requested attention cannot run."""
     needs = ["a CUDA device"] * (kernels.capability is None)
     needs += ["trainer.fsdp.param_dtype=bfloat16"] * (fsdp.param_dtype != "bfloat16")
     missing = {FLASH_ATTENTION: list(needs), VARLEN: list(needs)}
@@ -160,8 +162,8 @@ def choose_attention(fsdp: FsdpConfig, kernels: Kernels) -> str:
 
 
 def _without_dropout(model: PreTrainedModel, fsdp: FsdpConfig) -> None:
-    """Replaces the kernel without dropout by another attention, where the model drops weights of attention in training
-    and the recipe leaves the choice open. Raises ConfigError: it does not."""
+    """Replaces the kernel without dropout by another attention if the model uses attention dropout in training and the
+    recipe leaves the choice open. Raises ConfigError: the recipe names the kernel."""
     dropout = getattr(model.config, "attention_dropout", 0.0) or 0.0
     if not dropout:
         return
@@ -173,8 +175,8 @@ def _without_dropout(model: PreTrainedModel, fsdp: FsdpConfig) -> None:
 
 
 def check_supported(causal_lm: PreTrainedModel, *, head: bool = True) -> None:
-    """Raises ConfigError for models that would silently train wrongly: those that `unsupported` finds by the config of
-    the loaded model, and those that only the model itself shows."""
+    """Raises ConfigError for models that would silently train wrongly: by `unsupported` over the loaded model's config,
+    and by features that only the model itself shows."""
     config = causal_lm.config
     problems = unsupported(ModelFacts.of_config(str(config.name_or_path), config.to_dict()))
     fused = any(is_fused(name) for name, _ in causal_lm.named_parameters())
@@ -194,8 +196,8 @@ def check_supported(causal_lm: PreTrainedModel, *, head: bool = True) -> None:
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None:
-    """Compiles each decoder layer in place, for rows of any length. What FSDP does around a layer stays outside, and so
-    do the names of the weights."""
+    """Compiles each decoder layer in place, for rows of any length. FSDP's work around a layer stays outside, and
+    weight names do not change."""
     for layer in decoder_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
@@ -205,9 +207,9 @@ def decoder_layers(model: PreTrainedModel) -> Any:
 
 
 def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, fsdp: FsdpConfig) -> None:
-    """Shards `module` in place over the last dimension of the mesh, which holds copies over the one before it, if there
-    is one. One group per decoder layer of `model` in it, one for each layer on top of `model`, which computes in
-    float32, and one for the rest. The values are those of the first rank. Collective."""
+    """Shards `module` in place over the last dimension of the mesh; the dimension before it, if any, holds copies.
+    Groups: one per decoder layer of `model`, one for each layer on top of `model` (computing in float32), one for the
+    rest. The values are the first rank's. Collective."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, fsdp.param_dtype), reduce_dtype=getattr(torch, fsdp.reduce_dtype)
     )
@@ -220,7 +222,7 @@ def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, fsdp: Fsd
     for top in module.children():
         if top is not model:
             fully_shard(top, mesh=mesh, offload_policy=offload)
-    # the backward pass needs the rest (embedding, output layer) at once: freeing it would gather it twice
+    # The backward pass needs the rest (embedding, output layer) immediately: freeing it would gather it twice.
     fully_shard(module, reshard_after_forward=False, **kind)
     if spreads:
         _spread(module, whole, mesh)
@@ -232,8 +234,8 @@ def _reads(mesh: DeviceMesh) -> bool:
 
 @torch.no_grad()
 def _spread(module: nn.Module, whole: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
-    """Sends every rank its shard of each parameter in `whole`, which only the first rank has and which is emptied; then
-    the buffers. One tensor at a time; collective."""
+    """Sends every rank its shard of each parameter in `whole`, which only the first rank holds and which is emptied;
+    then the buffers. One tensor at a time; collective."""
     device = mesh.device_type
     for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"

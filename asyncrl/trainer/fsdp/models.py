@@ -30,7 +30,7 @@ from asyncrl.trainer.trainer_spec import TrainerSpec
 
 
 class Models:
-    """Owns policy, reference and critic; `critic` is None where the algorithm needs none."""
+    """Owns policy, reference and critic; `critic` is None if the algorithm needs none."""
 
     def __init__(self, spec: TrainerSpec, mesh: DeviceMesh, context: ContextRanks) -> None:
         """Collective. Raises ConfigError: a model cannot be read or trained."""
@@ -50,7 +50,7 @@ class Models:
         )
 
     def of_step(self) -> StepModels:
-        """The same as the training step sees them."""
+        """The models as the training step sees them."""
         algorithm, trained, critic = (
             self._spec.algorithm,
             partial(Trained, mesh=self._mesh, fsdp=self._spec.trainer.fsdp),
@@ -64,17 +64,17 @@ class Models:
 
     @contextmanager
     def _opened_reference(self) -> Iterator[Policy]:
-        """Gives the reference model; for passes without gradient."""
+        """The reference model, for passes without gradient."""
         if (reference := self._reference) is not None:
             yield reference
             assert isinstance(reference, FSDPModule), "it was sharded"
-            reference.reshard()  # embedding and output layer stay gathered for a backward pass, and it has none
+            reference.reshard()  # embedding and output layer stay gathered for a backward pass, which never comes
             return
         with lora.adapters_off(self.policy):
             yield self.policy
 
     def lora_facts(self) -> dict[str, torch.Tensor]:
-        """The entries of a checkpoint of adapters beside their tensors: scale, and location of the base weights."""
+        """Checkpoint entries of adapters in addition to their tensors: scale, and location of the base weights."""
         if not self._spec.trainer.lora.rank:
             return {}
         path = self._spec.model.path
@@ -84,13 +84,13 @@ class Models:
 
     @property
     def _reference_is_the_base(self) -> bool:
-        """The policy without its adapters is the reference: no second model."""
+        """The policy without its adapters is the reference, so no second model is needed."""
         path = self._spec.algorithm.kl.path
         return bool(self._spec.trainer.lora.rank) and path in (None, self._spec.model.path)
 
     def _policy(self) -> Policy:
         spec = self._spec
-        # Adapters are trained over weights that nothing changes: those are kept as the passes read them.
+        # Base weights under adapters never change, so they are kept in the dtype of the passes.
         kept = spec.trainer.fsdp.param_dtype if spec.trainer.lora.rank else "float32"
         model = load_model(spec.model, spec.trainer.fsdp, self._mesh, dtype=getattr(torch, kept))
         check_routers(model, spec.algorithm.router_aux_coefficient)
@@ -128,7 +128,7 @@ class Models:
         return critic
 
     def _named(self, path: str | None) -> ModelConfig:
-        """The model at `path`; `model.revision` is of `model.path` alone."""
+        """The model at `path`; `model.revision` applies to `model.path` only."""
         model = self._spec.model
         return model if path in (None, model.path) else replace(model, path=path, revision=None)
 
@@ -151,11 +151,11 @@ def _embedding_rows(model: PreTrainedModel) -> int:
     return embedding.weight.shape[0]
 
 
-# The value model of advantage gae: the policy's architecture with one output in place of the vocabulary.
+# The value model of advantage gae: the policy's architecture with one output instead of the vocabulary.
 
 
 class Critic(nn.Module):
-    """`backbone` gives hidden states; `head` computes in float32 and starts at zero, so that every value does."""
+    """`backbone` gives hidden states; `head` computes in float32 and starts at zero, and so do the values."""
 
     def __init__(self, backbone: PreTrainedModel, context: ContextRanks | None = None) -> None:
         """`context`: the ranks that share each row; None: this rank has whole rows."""
@@ -167,8 +167,8 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: PackedTokens) -> torch.Tensor:
-        """[n] float32: the value of the text before each predicted token; the same on all ranks that share the row."""
+        """[n] float32: value of the text before each predicted token; the same on all ranks that share the row."""
         part = self._context.part_of(tokens)
         values = self.head(packed_forward(self.backbone, part)[0].float())
-        # a tensor of its own: FSDP attaches hooks to the returned one, and a view may lose them
+        # A tensor of its own: FSDP hooks the returned tensor, and a view may lose the hooks.
         return part.of_row(values.squeeze(-1).clone())

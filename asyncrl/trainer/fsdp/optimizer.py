@@ -17,8 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Update:
     """The optimizer of `module`: clips its gradients, steps, and drops them.
 
-    With `host_state` the moments are in host memory between steps. That has no effect where the parameters are there
-    too.
+    With `host_state` the moments are in host memory between steps; no effect if the parameters are there too.
     """
 
     def __init__(self, module: nn.Module, config: TrainerConfig, *, max_grad_norm: float, host_state: bool) -> None:
@@ -29,8 +28,8 @@ class Update:
         self._host_state = HostState(list(self._slots())) if on_host else None
 
     def clip(self) -> float:
-        """Scales gradients to at most `max_grad_norm` and returns their global norm before that; collective. 0 where
-        there are none."""
+        """Scales gradients to at most `max_grad_norm` and returns their global norm before that, 0 without gradients;
+        collective."""
         parameters = [p for p in self._parameters if p.grad is not None]
         if not parameters:
             return 0.0
@@ -55,14 +54,14 @@ class Update:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _slots(self) -> Iterator[Slot]:
-        """Of the moments, as the optimizer finds them."""
+        """Slots of the moments in the optimizer's state."""
         for state in self.optimizer.state.values():
             for name in MOMENTS:
                 yield _slot(state, name)
 
 
 def _slot(state: dict[str, torch.Tensor], name: str) -> Slot:
-    """`state[name]`; of a DTensor its shard, which may lie elsewhere than its mesh."""
+    """`state[name]`; for a DTensor its shard, which may lie on another device than its mesh."""
 
     def read() -> torch.Tensor:
         tensor = state[name]
@@ -81,8 +80,8 @@ def _slot(state: dict[str, torch.Tensor], name: str) -> Slot:
 def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only: norms and biases, whatever their shape, are not decayed.
 
-    Its state is allocated here rather than at the first step, so that too little memory fails before the first rollout,
-    and a checkpoint written before the first step already has it.
+    Its state is allocated here, not at the first step: too little memory fails before the first rollout, and a
+    checkpoint written before the first step already has the state.
     """
     norms = {id(p) for name, m in model.named_modules() if "norm" in name.rsplit(".", 1)[-1] for p in m.parameters()}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

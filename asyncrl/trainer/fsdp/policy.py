@@ -17,7 +17,7 @@ from asyncrl.trainer.step.batch import PackedTokens
 
 
 class Policy(nn.Module):
-    """`causal_lm` is the model as Hugging Face builds it; its names are the names of the weights."""
+    """`causal_lm` is the Hugging Face model; its names are the names of the weights."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class Policy(nn.Module):
         """
         Args:
             context: the ranks that share each row; None: this rank has whole rows.
-            logits: how they are formed; None: by the default.
-            replays: the routers take the experts of the packed tokens.
+            logits: how logits are formed; None: the default.
+            replays: the routers take the recorded experts of the packed tokens.
 
         Raises:
             ConfigError: with `replays`, the model has no routers.
@@ -43,13 +43,14 @@ class Policy(nn.Module):
 
     def forward(self, tokens: PackedTokens, temperature: float, *, routing: bool = False) -> tuple[torch.Tensor, ...]:
         """Log-probability and entropy of each predicted token, [n] float32 each; see `token_logprobs`. With `routing`
-        also what the routers of a mixture did with all tokens of the row; see `routing_sums`. Where other tokens are
-        asked for, last their log-probabilities, [n, k] float32. The same on all ranks that share the row."""
+        also the sums of `routing_sums` over all tokens of the row. If `PackedTokens.others` are requested, their
+        log-probabilities, [n, k] float32, come last. The same on all ranks that share the row."""
         part = self._context.part_of(tokens)
         tokens = part.tokens
         if self._replay is not None:
             self._replay.set(tokens.experts)
         hidden, router_logits = packed_forward(self.causal_lm, part, routing=routing)
+        # Three ways to the log-probabilities: over the kept tokens, with further tokens, or of the targets alone.
         head: Any = self.causal_lm.get_output_embeddings()
         bias = getattr(head, "bias", None)
         of_targets, rules = (hidden, head.weight, bias, tokens.targets), self._logits
@@ -64,6 +65,7 @@ class Policy(nn.Module):
             others = (of_others,)
         else:
             found = token_logprobs(*of_targets, temperature=temperature, rules=rules)
+        # Combine the results of the ranks that share the row.
         sums = routing_sums(router_logits, self.causal_lm.config.num_experts_per_tok) if routing else ()
         of_row = tuple(part.of_row(values) for values in (*found, *others))
         return *of_row[:2], *(part.summed(values) for values in sums), *of_row[2:]

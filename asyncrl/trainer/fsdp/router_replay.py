@@ -1,13 +1,13 @@
-"""Router replay: in training, a token goes through the experts that the engine chose for it when it sampled.
+"""Router replay: in training, a token takes the experts that the engine chose when it sampled the token.
 
-Engine and trainer round differently, and the trainer's weights may be newer: where two experts are nearly as likely,
-the two choose different ones, and the log-probability of the token jumps. With the recorded experts the same function
-is trained that has sampled. Their weights are those of the trainer's router, softmax over all experts, gathered at the
-recorded ones and normalised over them where the model does so: the router's gradient flows through them. Which experts
-a token takes has no gradient in either case.
+Engine and trainer round differently, and the trainer's weights may be newer. Where two experts are nearly equally
+likely, the two choose different experts, and the token's log-probability jumps. With the recorded experts the trainer
+differentiates the function that sampled. The experts' weights are the trainer's: its router's softmax over all experts,
+gathered at the recorded experts and normalised over them if the model does so. The router's gradient flows through
+these weights; the choice of experts has no gradient in either case.
 
 Source: Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers (arXiv:2510.11370), whose R3
-also replays the experts of prompts; here those are the trainer's own.
+also replays the experts of prompts; here prompts take the trainer's own experts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from asyncrl.weights.experts import routers_of
 
 
 class RouterReplay:
-    """Puts recorded experts in place of those that the routers of one model choose. Owns a hook on each router, and the
-    experts of the row in progress: a layer that is computed again in the backward pass takes the same."""
+    """Replaces the routers' choices of one model by recorded experts. Owns a hook on each router, and the experts of
+    the row in progress: a layer recomputed in the backward pass takes the same experts."""
 
     def __init__(self, model: Any) -> None:
-        """Raises ConfigError: the model has no routers that are known here."""
+        """Raises ConfigError: the model has no known routers."""
         routers = routers_of(model)
         if not routers:
             raise no_routers(f"a {type(model).__name__}")
@@ -37,7 +37,7 @@ class RouterReplay:
             router.register_forward_hook(partial(self._replayed, place))
 
     def set(self, experts: torch.Tensor | None) -> None:
-        """The experts of the tokens of the next forward pass, see `PackedTokens`; None: the routers choose.
+        """Sets the experts for the next forward pass, see `PackedTokens`; None: the routers choose.
 
         Raises ValueError: they are of another model.
         """
@@ -48,7 +48,7 @@ class RouterReplay:
     def _replayed(
         self, place: int, router: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...] | None:
-        """What the router returns in place of its `output`: logits, weights of the experts, experts."""
+        """Replacement for the router's `output`: logits, weights of the experts, experts."""
         if self._experts is None:
             return None
         logits, weights, chosen = output

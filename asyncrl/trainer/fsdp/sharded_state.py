@@ -1,9 +1,9 @@
 """The sharded state of a rank: selects the published tensors, and writes and reads checkpoints.
 
-A checkpoint holds the weights and AdamW's state (two moments and a step count per tensor) under Hugging Face names, of
-the policy (of its adapters, where it has them) and of the critic, and the random state of each rank, in
-torch.distributed.checkpoint's format: every rank writes its shards, and any number of ranks reads them back into
-theirs. It is written from a copy in host memory, by a thread beside the one that trains.
+A checkpoint holds weights and AdamW's state (two moments and a step count per tensor) of the policy (or of its adapters
+alone) and of the critic, under Hugging Face names, and each rank's random state, in torch.distributed.checkpoint's
+format: every rank writes its shards, and any number of ranks can read them. It is written from a copy in host memory,
+in a thread concurrent with training.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from asyncrl.trainer.fsdp.stored_state import StoredState, by_rank
 logger = logging.getLogger(__name__)
 
 TOTAL_STEPS = "run.total_steps"
-"""Entry of a checkpoint: the length of the run, [] int64, which a falling learning rate depends on."""
+"""Entry of a checkpoint: length of the run, [] int64; a falling learning rate depends on it."""
 
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and (sharded) tensors of `model.state_dict()` in its order; a tied tensor once, under its first name. Of a
-    model with adapters only these."""
+    """Names and (sharded) tensors of `model.state_dict()` in its order; a tied tensor once, under its first name. With
+    adapters: the adapters only."""
     if lora.has_adapters(model):
         yield from lora.adapter_tensors(model)
         return
@@ -43,8 +43,8 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on every rank; collective when it is sharded. Where one rank has all of it, its own memory: for
-    a small tensor DTensor's way to find that out takes longer than to copy it."""
+    """The whole tensor on every rank; collective if sharded. If one rank has all of it, returns its own memory:
+    DTensor's check for this takes longer than copying a small tensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     mesh = tensor.device_mesh
@@ -56,7 +56,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def of_model(
     name: str, model: nn.Module, optimizer_name: str, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Flat names, below `name` and `optimizer_name`, to live tensors; loading writes into them."""
+    """Flat names below `name` and `optimizer_name` -> live tensors; loading writes into them."""
     found: dict[str, torch.Tensor] = {}
     for key, tensor in published_tensors(model):
         found[f"{name}.{key}"] = tensor.detach()
@@ -66,7 +66,7 @@ def of_model(
 
 
 def with_random_state(live: dict[str, torch.Tensor], *, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What a checkpoint of this rank holds: `live`, and its random state."""
+    """The entries of this rank's checkpoint: `live`, and its random state."""
     return live | {f"rng.{rank}": _random_state(device)}
 
 
@@ -76,16 +76,16 @@ def save(
     group: dist.ProcessGroup | None,
     planner: dcp.SavePlanner | None = None,
 ) -> None:
-    """Writes copies of what `with_random_state` returned below `directory`; collective over `group`, a gloo group that
-    nothing else uses.
+    """Writes copies of `with_random_state`'s result below `directory`; collective over `group`, a gloo group without
+    other users.
 
     Args:
-        planner: gives the tensors; by default they are those of `captured`.
+        planner: provides the tensors; default: those of `captured`.
 
     Raises:
         StorageError: a rank could not write. Raised on every rank.
     """
-    # The store digests every file of a checkpoint; torch's own checksum costs twice what the rest of writing does.
+    # The store digests every file of a checkpoint; torch's own checksum costs twice as much as the rest of writing.
     torch.serialization.set_crc32_options(False)
     writer = dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)  # 0: the copies lie on the host, no CUDA stream
     try:
@@ -103,7 +103,7 @@ def files_of(directory: Path, rank: int) -> tuple[str, ...]:
 def load(directory: Path, wanted: dict[str, torch.Tensor], *, rank: int, device: torch.device) -> None:
     """Restores what `save` wrote into the tensors of `wanted` (`of_model`); collective.
 
-    A rank keeps its present random state when the checkpoint has none for it (there are more ranks now), or has one for
+    A rank keeps its present random state if the checkpoint has none for it (there are more ranks now), or has one of
     another kind of device.
 
     Raises:
@@ -122,7 +122,7 @@ def load(directory: Path, wanted: dict[str, torch.Tensor], *, rank: int, device:
 
 
 def read_entries(directory: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Those of `names` that `save` wrote, whole; collective. Raises ConfigError: no checkpoint there."""
+    """The entries `names`, whole; collective. Raises ConfigError: no checkpoint there."""
     written = StoredState(directory, f"load the trainer's state from {directory}")
     found = {name: written.empty(name) for name in names if name in written}
     if found:
@@ -131,12 +131,13 @@ def read_entries(directory: Path, names: Iterable[str]) -> dict[str, torch.Tenso
 
 
 def _check_same_state(wanted: dict[str, torch.Tensor], written: StoredState, asked: str) -> None:
-    """Raises ConfigError, naming the part that the checkpoint lacks, has too much, or has in another shape."""
+    """Raises ConfigError, naming the tensors that are missing, surplus or of another shape."""
     missing = [name for name in wanted if name not in written]
     surplus = [name for name in written.entries if name.startswith("model.") and name not in wanted]
     has_adapters = lora.SCALE in written
     wants_adapters = any(".lora_" in name for name in wanted)
     new = "or start a new run from what asyncrl-export makes of it"
+    # Specific causes first, each with its own advice; then any difference in names, then in shapes.
     if has_adapters != wants_adapters:
         kinds = ("all weights", "adapters alone (trainer.lora)")
         found = f"it holds {kinds[has_adapters]}, and this run trains {kinds[wants_adapters]}"

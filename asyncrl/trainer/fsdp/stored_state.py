@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint keeps names, shapes and places of the tensors in `.metadata`, a pickle, and a pickle can
 call any function that it names. Here its few classes become records without code, every field is checked, and torch's
-reader gets values that are built from the checked ones. Entries that are not tensors are refused: torch unpickles those
+reader gets values built from the checked fields. Entries that are not tensors are refused, because torch unpickles them
 without restriction. `torch.load` reads the tensors themselves, with `weights_only`.
 """
 
@@ -52,17 +52,17 @@ _BROKEN = (
     RecursionError,
     MemoryError,
 )
-"""What an unpickler raises over bytes that no pickler wrote."""
+"""Errors of an unpickler on bytes that no pickler wrote."""
 
 
 class StoredState:
     """The tensors of one trainer directory: their names and shapes, and their content on request."""
 
     def __init__(self, directory: Path, asked: str) -> None:
-        """`asked`: what it is opened for, for messages.
+        """`asked`: the purpose of opening it, for messages.
 
         Raises:
-            ConfigError: there is no checkpoint, or one that was not written by `sharded_state.save`.
+            ConfigError: there is no checkpoint, or `sharded_state.save` did not write it.
         """
         self._asked, self._directory = asked, directory
         try:
@@ -109,7 +109,7 @@ class StoredState:
 
 
 def by_rank(error: CheckpointException) -> str:
-    """What failed on which rank, each in a line's worth of text."""
+    """Which rank failed and why, each in a line's worth of text."""
     return "; ".join(
         f"rank {rank}: {type(e).__name__}: {str(e).partition(chr(10))[0]}"
         for rank, (e, _) in sorted(error.failures.items())
@@ -117,7 +117,7 @@ def by_rank(error: CheckpointException) -> str:
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader, for which `.metadata` has been read already."""
+    """torch's reader with metadata that was read and checked before."""
 
     def __init__(self, directory: Path, metadata: Metadata) -> None:
         super().__init__(directory)
@@ -132,12 +132,12 @@ class _Forbidden(Exception):
 
 
 class _Record:
-    """Stands for an object in a pickle, as an instance of a class of its own with the object's class name."""
+    """Stands for a pickled object; its class is made for it and has the object's class name."""
 
     state: Any = None
 
     def __init__(self, *args: Any) -> None:
-        """Arguments of a constructor are of no use here."""
+        """Constructor arguments are ignored."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -146,7 +146,7 @@ class _Record:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
-            return type(name, (_Record,), {})  # a new one each time: a pickle can write to what it gets
+            return type(name, (_Record,), {})  # a new class each time: a pickle can write to it
         if (module, name) == ("torch", "Size"):
             return tuple
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
@@ -160,7 +160,7 @@ def _unpickled(path: Path) -> Any:
 
 
 def _checked(root: Any, directory: Path) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _StorageInfo]]:
-    """Tensors by name, and the place of each of their chunks. Raises ValueError, KeyError, FileNotFoundError."""
+    """Tensors by name, and the location of each of their chunks. Raises ValueError, KeyError, FileNotFoundError."""
     metadata = _fields(root, "Metadata")
     named = _typed(metadata["state_dict_metadata"], dict)
     tensors = {_typed(name, str): _fields(entry, "TensorStorageMetadata") for name, entry in named.items()}

@@ -1,6 +1,6 @@
-"""What of a model the backend can train, asked before any process starts. Pure; imports no torch.
+"""Model features that the backend can train, checked before any process starts. Pure; imports no torch.
 
-`model.check_supported` asks it of the loaded model's config again, and what only the model shows.
+`model.check_supported` repeats the check on the loaded model's config and adds checks of the model itself.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _KINDS = {"full_attention", "sliding_attention"}
 
 
 def unsupported(facts: ModelFacts) -> list[str]:
-    """What of the model would train wrongly: layers that mix the sequences of a packed row, logits that are changed
-    after the output layer, experts of which it is not known how they lie in one tensor."""
+    """Features that would train wrongly: layers that mix the sequences of a packed row, logits changed after the output
+    layer, experts with an unknown layout in one tensor."""
     problems = [f"layers of kind {kind}" for kind in sorted(facts.layer_kinds - _KINDS)]
     problems += [f"logits with {change}" for change in facts.changed_logits]
     problems += [f"other inputs than text ({key})" for key in facts.other_inputs]
@@ -33,8 +33,7 @@ def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
 
 def check_heads(fsdp: FsdpConfig, facts: ModelFacts, key: str) -> None:
     """Raises ConfigError: the ranks that share a row cannot share the attention heads of the model at `key`, or would
-    rotate them differently. The message names the nearest number of ranks that can. What `facts` does not know is not
-    checked."""
+    rotate them differently. The message names the nearest number of ranks that can. Unknown facts are not checked."""
     moving = [found for kind in _BY_LENGTH for found in facts.unusual if found == f"rotary positions of kind {kind}"]
     if fsdp.context_parallel > 1 and moving:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Log-probabilities of chosen tokens from hidden states, without ever holding [tokens, vocabulary] as a whole.
+"""Log-probabilities of chosen tokens from hidden states, without ever holding all of [tokens, vocabulary].
 
 The output layer and the softmax run over chunks of rows, in the forward pass and again in the backward pass, which
-recomputes the chunk's logits from the saved log-sum-exp. Peak extra memory is a few chunks; the price is one more
+recomputes the chunk's logits from the saved log-sum-exp. Extra memory peaks at a few chunks; the price is one more
 product with the output matrix.
-Legend: N tokens, C tokens of a chunk, D hidden size, V vocabulary, K further tokens of a place.
+Legend: N tokens, C tokens of a chunk, D hidden size, V vocabulary, K further tokens per position.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from asyncrl.trainer.fsdp.memory import logits_per_chunk
 
 IMPOSSIBLE = -1e4
-"""Log-probability of a token that is not in the vocabulary: its probability is 0 in float32, and it is finite."""
+"""Log-probability of a token outside the vocabulary: finite, and its probability is 0 in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class LogitRules:
     """How logits are formed.
 
     Attributes:
-        per_chunk: entries of one chunk; None: as many as the device likes.
-        in_float32: products of 16-bit numbers are not rounded to 16 bits. In the backward pass the same logits are
-            formed again, and their gradients are rounded to the dtype of the weight.
+        per_chunk: entries of one chunk; None: the device's default.
+        in_float32: products of 16-bit numbers are not rounded to 16 bits. The backward pass forms the same logits again
+            and rounds their gradients to the dtype of the weight.
     """
 
     per_chunk: int | None = None
@@ -45,12 +45,12 @@ def token_logprobs(
     """`log_softmax((hidden @ weight.T + bias) / temperature)` at the targets, in float32.
 
     Args:
-        hidden: [N, D], weight: [V, D], bias: [V] or None, all of one dtype; logits are formed in it, as the replicas
-            do, or as `rules` say, and everything after them in float32.
+        hidden: [N, D], weight: [V, D], bias: [V] or None, all of one dtype. Logits are formed in this dtype, as the
+            replicas do, or as `rules` say; everything after them is float32.
         targets: [N] int64.
 
     Returns:
-        Log-probabilities [N] float32 and entropies [N] float32 in nats, both differentiable. What nothing reads costs
+        Log-probabilities [N] float32 and entropies [N] float32 in nats, both differentiable. Unused outputs cost
         nothing in the backward pass.
     """
     none = targets.new_zeros(len(targets), 0)
@@ -68,10 +68,10 @@ def logprobs_beside(
     temperature: float,
     rules: LogitRules = LogitRules(),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `token_logprobs`, and the log-probabilities of further tokens at the same places, from the same logits.
+    """As `token_logprobs`, plus log-probabilities of further tokens at the same positions, from the same logits.
 
     Args:
-        others: [N, K] int64, at least 0. Those from V on are of a larger vocabulary, and have probability 0 here.
+        others: [N, K] int64, at least 0. Tokens from V on are of a larger vocabulary and have probability 0 here.
 
     Returns:
         As `token_logprobs`, then [N, K] float32, differentiable; `IMPOSSIBLE` for tokens from V on.
@@ -91,7 +91,7 @@ def among_kept(
     Args:
         logprobs, entropy: [N] float32, over the vocabulary.
         of_kept: [N, K] float32, log-probabilities of the kept tokens over the vocabulary.
-        kept: [N, K] bool, which of them are tokens. Rows without one stay as they are.
+        kept: [N, K] bool, which entries are tokens. Rows without tokens stay as they are.
     """
     has_some = kept.any(-1)
     within = of_kept.masked_fill(~kept & has_some[:, None], float("-inf"))
@@ -119,6 +119,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs_NK = torch.empty(others_NK.shape, dtype=torch.float32, device=hidden_ND.device)
         product = _Product(weight_VD, bias_V, scale, in_float32=rules.in_float32)
         chunk = max(1, (rules.per_chunk or logits_per_chunk(hidden_ND.device.type)) // len(weight_VD))
+        # One chunk: logits -> log-probabilities in place -> the three results.
         for start in range(0, len(targets_N), chunk):
             rows = slice(start, start + chunk)
             logits_CV = product(hidden_ND[rows])
@@ -129,7 +130,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs_N[rows] = logp_CV.gather(-1, targets_N[rows, None]).squeeze(-1)
             logprobs_NK[rows] = logp_CV.gather(-1, others_NK[rows])
             entropies_N[rows] = -logp_CV.exp().mul_(logp_CV).sum(-1)
-            del logits_CV, logp_CV  # or the next chunk would be computed beside it
+            del logits_CV, logp_CV  # or they would coexist with the next chunk
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, others_NK, normalizers_N, entropies_N)
         ctx.scale, ctx.chunk, ctx.in_float32 = scale, chunk, rules.in_float32
         ctx.set_materialize_grads(False)
@@ -141,9 +142,11 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_ND, weight_VD, bias_V, targets_N, others_NK, normalizers_N, entropies_N = ctx.saved_tensors
         grad_N = torch.zeros_like(normalizers_N) if grad_N is None else grad_N
         whole_N = grad_N if grad_NK is None else grad_N + grad_NK.sum(-1)
+        # A log-probability's gradient reaches all logits through the softmax, so its sum over targets and others
+        # counts.
         grad_hidden_ND = torch.empty_like(hidden_ND)
         # float32 sums: bfloat16 would lose the small contributions of late chunks
-        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # neither where the output layer is frozen
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # neither if the output layer is frozen
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
         product = _Product(weight_VD, bias_V, ctx.scale, in_float32=ctx.in_float32)
@@ -174,11 +177,11 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _Product:
-    """The output layer: logits of a chunk of hidden states, [C, V] float32 each, a tensor that may be overwritten."""
+    """The output layer: logits of a chunk of hidden states, [C, V] float32 each, safe to overwrite."""
 
     def __init__(self, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, scale: float, *, in_float32: bool) -> None:
         self._in_float32 = in_float32 and weight_VD.dtype != torch.float32
-        # a GPU multiplies 16-bit numbers and keeps the sums in float32; elsewhere they are widened, once
+        # a GPU multiplies 16-bit numbers and accumulates in float32; elsewhere the weights are widened once
         self._widens = self._in_float32 and weight_VD.device.type != "cuda"
         self._weight, self._bias, self._scale = weight_VD.float() if self._widens else weight_VD, bias_V, scale
 

@@ -1,4 +1,4 @@
-"""Sharded modules as the training step sees them: `Model` and `FrozenModel`."""
+"""Adapts sharded modules to the training step's protocols: `Model` and `FrozenModel`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from asyncrl.trainer.step.model import LossFunction, Output, Part, TokenOutputs
 class Trained(Generic[Output]):
     """The `Model` of a module and its optimizer.
 
-    Gradients are reduced after every micro-batch, unless `FsdpConfig.reduce_every_microbatch` is false: what
-    accumulates is then the rank's shard, where unreduced gradients take the memory of a whole model on every rank. What
-    several copies of the model have is averaged after the last one: a shard is all that it takes.
+    Gradients are reduced after every micro-batch, unless `FsdpConfig.reduce_every_microbatch` is false. Reduced
+    gradients accumulate as the rank's shard; unreduced ones take the memory of a whole model on every rank. Copies of
+    the model average their gradients only after the last micro-batch, since that moves one shard.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Trained(Generic[Output]):
         return found
 
     def _reduce(self, *, is_last: bool) -> None:
-        """Says what the next backward pass does with its gradients."""
+        """Sets how the next backward pass reduces its gradients."""
         module = self._module
         assert isinstance(module, FSDPModule), "it was sharded"
         module.set_requires_gradient_sync(is_last or self._reduces_each)
@@ -82,19 +82,19 @@ class Reference:
     """The `FrozenModel` of the reference."""
 
     def __init__(self, opened: Callable[[], AbstractContextManager[Policy]]) -> None:
-        """`opened`: the reference model, inside the context; it may be the policy without its adapters."""
+        """`opened`: yields the reference model, which may be the policy without its adapters."""
         self._opened = opened
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedTokens]) -> list[TokenOutputs]:
-        # a reference chooses its own experts, and is asked for the sampled tokens only
+        # A reference chooses its own experts and evaluates the sampled tokens only.
         own = [replace(tokens, experts=None, others=None) for tokens in batches]
         with self._opened() as reference:
             return [policy_outputs(reference, tokens) for tokens in own]
 
 
 def policy_outputs(policy: Policy, tokens: PackedTokens, *, routing: bool = False) -> TokenOutputs:
-    """`routing`: with what the routers of a mixture did."""
+    """`routing`: include the sums over a mixture's routers."""
     found, others = policy(tokens, tokens.temperature, routing=routing), None
     if tokens.others is not None:
         *found, others = found

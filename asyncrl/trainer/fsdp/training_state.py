@@ -1,4 +1,4 @@
-"""Conversion of FSDP2's checkpoints: the `TrainingState` of one, and one made of another backend's state."""
+"""Conversion of FSDP2's checkpoints: reads one as `TrainingState`, and writes one from another backend's state."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from asyncrl.trainer.training_state import MODELS, MOMENTS, WEIGHT, TensorKind, 
 from asyncrl.weights.experts import fused_parts, unfused
 
 _OPTIMIZERS = {"model": "optimizer", "critic": "critic_optimizer"}
-"""Model -> how the names of its optimizer's entries begin."""
+"""Model -> prefix of its optimizer's entries."""
 _STEP = "step"
 _CACHED = 6
-"""Gate-and-up and down projections of the experts of one layer, of three kinds."""
+"""Cached tensors: gate-and-up and down projections of one layer's experts, of three kinds."""
 
 
 class FsdpTrainingState:
     def __init__(self, directory: Path) -> None:
-        """Raises ConfigError: there is no checkpoint below `directory`, it cannot be read, or it has adapters alone."""
+        """Raises ConfigError: there is no checkpoint below `directory`, it cannot be read, or it holds adapters
+        only."""
         self._written = StoredState(directory, f"convert {directory}")
         if lora.SCALE in self._written:
             do = "start a new run from what asyncrl-export without --to makes of it: a model with the adapters merged"
@@ -62,7 +63,7 @@ class FsdpTrainingState:
             raise self._written.unfit(f"it has no {entry} in the shape of the weight")
         parts = dict(unfused(_outside(model, inside), self._read_entry(entry)))
         assert tuple(parts[name].shape) == shape
-        return parts[name].float().clone()  # not a part of what is cached
+        return parts[name].float().clone()  # independent of the cache
 
     def _unfused(self, model: str) -> list[tuple[str, tuple[str, tuple[int, ...]]]]:
         """(Hugging Face name, (name in the model, shape)) of each tensor."""
@@ -88,6 +89,7 @@ def write_training_state(directory: Path, state: TrainingState, configs: Mapping
     for model in configs:
         optimizer, steps = _OPTIMIZERS[model], float(state.steps(model))
         own = state.shapes(model)
+        # Only shapes are known here: a fused tensor is read and joined when it is written.
         for name, parts in fused_parts(own).items():
             inside = _inside(model, name)
             shape = parts.shape({part: own[part] for part in parts.names})
@@ -100,7 +102,7 @@ def write_training_state(directory: Path, state: TrainingState, configs: Mapping
 
 
 class _WhenWritten(dcp.DefaultSavePlanner):
-    """Plans with the shapes of tensors, and makes each when it is written."""
+    """Plans with shapes only, and makes each tensor when it is written."""
 
     def __init__(self, sources: Mapping[str, Any]) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ def _read(state: TrainingState, model: str, kind: TensorKind, name: str) -> torc
 
 
 def _outside(model: str, name: str) -> str:
-    """The Hugging Face name of what `model` calls `name`: a critic's layers are its backbone's."""
+    """Hugging Face name of the tensor that `model` calls `name`: a critic's layers are its backbone's."""
     return name.replace("backbone.", "model.", 1) if model == "critic" else name
 
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronBackend:
-    """One rank. Needs torch.distributed's default group, over all ranks. Owns the models, their optimizers, and the
+    """One rank. Needs torch.distributed's default group, over all ranks. Owns the models, their optimizers and the
     captured copy of their state; `TrainingStep` makes the step.
 
     On a machine without CUDA every method that calls Megatron-core does so inside `cpu.cuda_as_cpu`.
@@ -48,7 +48,7 @@ class MegatronBackend:
             self._models, self._step, self._publication = _build(spec, device)
         self._copies = HostCopies()
         self._captured: Captured | None = None
-        # Saving runs beside training in a thread of its own, so it needs a group of its own: see `FsdpBackend`.
+        # Saving runs in its own thread concurrently with training, so it needs its own group: see `FsdpBackend`.
         saving = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
         assert isinstance(saving, dist.ProcessGroup), "every rank is a member"
         self._saving = saving
@@ -131,7 +131,7 @@ class MegatronBackend:
 
 
 def _context(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Inside what it returns, Megatron-core computes on `device`."""
+    """Returns a context in which Megatron-core computes on `device`."""
     if device.type == "cuda":
         return nullcontext
     from asyncrl.trainer.megatron import cpu

@@ -1,8 +1,8 @@
-"""Megatron-core on a machine without CUDA. Entered only there, and imported only there.
+"""Megatron-core on a machine without CUDA; imported only there.
 
-Megatron-core asks for CUDA where it needs no more than the device of its tensors. `cuda_as_cpu` answers in its place: a
-mode of torch, which holds for the thread that enters it, moves what is asked of `cuda` to the CPU, and the functions of
-`torch.cuda` that Megatron-core calls are replaced until the context ends.
+Megatron-core asks for CUDA even where it only needs the device of its tensors. `cuda_as_cpu` redirects these requests:
+a torch mode, valid for the thread that enters it, moves requests for `cuda` to the CPU, and the `torch.cuda` functions
+that Megatron-core calls are replaced until the context ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def import_megatron() -> None:
     Call it before anything else imports Megatron-core. Idempotent.
     """
     with warnings.catch_warnings(), without_wandb():
-        warnings.simplefilter("ignore")  # of packages that are for GPUs
+        warnings.simplefilter("ignore")  # of GPU packages
         utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         importlib.import_module("megatron.core.models.gpt.gpt_model")
-    utils.te_general_gemm = None  # without TransformerEngine the name is not bound
+    utils.te_general_gemm = None  # otherwise unbound without TransformerEngine
     dispatcher.maybe_move_tensor_to_cpu = _on_host
 
 
@@ -50,7 +50,7 @@ def cuda_as_cpu() -> Iterator[None]:
         (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)),
         (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),
     )
-    eager = torch.compiler.set_stance("force_eager")  # else torch compiles what Megatron-core decorates
+    eager = torch.compiler.set_stance("force_eager")  # otherwise torch compiles functions that Megatron-core decorates
     with eager, _replaced(*answers), _CudaAsCpu():
         yield
 
@@ -74,10 +74,10 @@ class _CudaAsCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A stream and an event in one: on a CPU everything is done when a call returns."""
+    """A stream and an event in one: on a CPU all work is done when a call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Arguments of a real one have no meaning here."""
+        """The arguments of a real stream are ignored."""
 
     def wait_stream(self, other: _Stream) -> None:
         pass
@@ -90,13 +90,13 @@ class _Stream:
 
 
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """In place of `maybe_move_tensor_to_cpu`, which leaves a tensor that is on the CPU already as it is."""
+    """Replaces `maybe_move_tensor_to_cpu`, which returns a tensor that is already on the CPU without a copy."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 @contextmanager
 def _replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
-    """(owner, name, value): inside, the owner has this value."""
+    """(owner, name, value): inside, the owner's attribute has this value."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
     for owner, name, value in attributes:
         setattr(owner, name, value)

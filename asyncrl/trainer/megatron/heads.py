@@ -1,4 +1,4 @@
-"""What follows the hidden states of the last stage: the output layer of a policy, the value head of a critic."""
+"""Heads after the last stage's hidden states: the output layer of a policy, the value head of a critic."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Result = TypeVar("Result", covariant=True)
 
 class Head(Protocol, Generic[Result]):
     rows: int
-    """Numbers for each predicted token."""
+    """Number of results per predicted token."""
 
     def __call__(self, chunk: DecoderChunk, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
-        """[rows, n] float32, the same on all tensor-parallel ranks; n may be 0. `hidden`: what `chunk`, the last one,
-        returned."""
+        """[rows, n] float32, the same on all tensor-parallel ranks; n may be 0. `hidden`: output of `chunk`, the last
+        one."""
         ...
 
     def output(self, numbers: torch.Tensor, routing: RoutingSums | None = None) -> Result:
-        """From [rows, n] and what routers did, where that was asked for."""
+        """Packs [rows, n] and, if requested, the routing sums."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""What a rank of a layout holds, by arithmetic. Pure; imports no torch.
+"""Memory estimate of each rank of a layout, by arithmetic. Pure; imports no torch.
 
-Source: Megatron-core's buffers and distributed optimizer, as `optimizer.py` uses them. A test compares it with what
-ranks allocate.
+Source: Megatron-core's buffers and distributed optimizer, as `optimizer.py` uses them. A test compares the estimate
+with the allocations of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GRADIENT_BYTES, _MOMENT_BYTES, _MASTER_BYTES = 4, 8, 4
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Elements of one model on a rank: of all but experts, and of experts."""
+    """Elements of one model on a rank: outside the experts, and in the experts."""
 
     dense: int = 0
     experts: int = 0
@@ -34,7 +34,7 @@ class _Share:
 
 
 def stage_of(name: str, trainer: TrainerConfig, num_layers: int) -> int:
-    """The pipeline stage that holds the tensor `name`; of a tied embedding, the first of two."""
+    """The pipeline stage that holds the tensor `name`; for a tied embedding, the first of two."""
     megatron = trainer.megatron
     layer = layer_of(name)
     if layer is None:
@@ -51,11 +51,11 @@ def rank_memory(
     reference: bool = False,
     **others: int | None,
 ) -> list[RankMemory]:
-    """One entry for each pipeline stage. `tensors`: of the policy; a critic and a reference have the same sizes.
-    `others`: what passes hold is not estimated."""
+    """One entry per pipeline stage. `tensors`: of the policy; critic and reference have the same sizes. `others`:
+    ignored, since passes are not estimated."""
     megatron = trainer.megatron
     stages, width = megatron.pipeline_parallel, _DTYPE_BYTES[megatron.param_dtype]
-    state = _MOMENT_BYTES + (_MASTER_BYTES if width < _MASTER_BYTES else 0)  # float32 weights are their own masters
+    state = _MOMENT_BYTES + (_MASTER_BYTES if width < _MASTER_BYTES else 0)  # float32 weights serve as masters
     expert_copies = trainer.num_ranks // (megatron.expert_parallel * megatron.experts_split_by * stages)
     found = []
     for stage in range(stages):
@@ -84,7 +84,7 @@ def _share(trainer: TrainerConfig, tensors: Mapping[str, Shape], stage: int, *, 
         if stage == last:
             here["head.weight"] = (tensors[NORM][0] + 1,)
     elif OUTPUT not in tensors and stage == last > 0:
-        here[OUTPUT] = tensors[EMBEDDING]  # of a tied embedding the last stage has a copy
+        here[OUTPUT] = tensors[EMBEDDING]  # the last stage has a copy of a tied embedding
     dense = experts = 0
     for name, shape in here.items():
         if ".experts." in name:
@@ -98,5 +98,5 @@ def _share(trainer: TrainerConfig, tensors: Mapping[str, Shape], stage: int, *, 
 
 
 def _is_whole(name: str) -> bool:
-    """True for what every tensor-parallel rank holds."""
+    """True for tensors that every tensor-parallel rank holds whole."""
     return name.endswith(("norm.weight", "mlp.gate.weight", "shared_expert_gate.weight", "head.weight"))

@@ -1,9 +1,8 @@
-"""Megatron-core's part of the backend: its parallel groups and its model. All that upstream is moving is called here
-and in `optimizer.py`.
+"""Megatron-core's parallel groups and model. All unstable upstream interfaces are called here and in `optimizer.py`.
 
-The model is built from Megatron-core's own layers ("local" ones), without TransformerEngine and Apex, with two modules
-of ours: torch's RMSNorm, which the local one refuses under sequence parallelism, and attention over packed sequences.
-With `trainer.megatron.layers=transformer_engine` it is built from TransformerEngine's instead, by the same names.
+The model is built from Megatron-core's own layers ("local"), without TransformerEngine and Apex, with two modules of
+ours: torch's RMSNorm, which the local norm refuses under sequence parallelism, and attention over packed sequences.
+With `trainer.megatron.layers=transformer_engine` it is built from TransformerEngine's layers, under the same names.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from asyncrl.trainer.megatron.sizes import ModelSizes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """This rank's parallel groups. `tensor`, `context` and `pipeline`: with the ranks that share its plan; `data`: one
-    rank of each plan."""
+    """This rank's parallel groups. `tensor`, `context` and `pipeline`: the ranks that share its plan; `data`: one rank
+    of each plan."""
 
     tensor: dist.ProcessGroup
     context: dist.ProcessGroup
@@ -61,7 +60,7 @@ class Groups:
 
 
 def join_groups(trainer: TrainerConfig) -> Groups:
-    """Makes Megatron-core's parallel groups of all ranks, or takes those that this process has already; collective.
+    """Creates Megatron-core's parallel groups over all ranks, or reuses this process's groups; collective.
 
     Raises:
         RuntimeError: this process has groups of another layout.
@@ -81,7 +80,8 @@ def join_groups(trainer: TrainerConfig) -> Groups:
             distributed_timeout_minutes=timedelta(seconds=trainer.collective_timeout_s) / timedelta(minutes=1),
             create_gloo_process_groups=False,
         )
-        model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)  # dropout is off: a tracker that does nothing
+        model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)  # dropout is off: a tracker without effect
+    # Groups of an earlier model in this process serve again only if the layout is the same.
     found = (
         parallel.get_tensor_model_parallel_world_size(),
         parallel.get_pipeline_model_parallel_world_size(),
@@ -114,13 +114,15 @@ def join_groups(trainer: TrainerConfig) -> Groups:
 def transformer_config(
     sizes: ModelSizes, trainer: TrainerConfig, *, dtype: torch.dtype, on_cpu: bool, recompute: bool = True
 ) -> TransformerConfig:
-    """Megatron-core's config of a model. `recompute`: as the recipe says; False: never."""
+    """Megatron-core's config of a model. `recompute`: as in the recipe; False: never."""
+    # Recompute: full keeps only the input of each layer, selective only drops attention's intermediates.
     megatron = trainer.megatron
     again: dict[str, Any] = {}
     if recompute and megatron.recompute == "full":
         again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute and megatron.recompute == "attention":
         again = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    # Megatron-core's own balancing is off: `routing.py` adds the balance of the whole update.
     experts: dict[str, Any] = {}
     if sizes.num_experts:
         experts = {
@@ -185,8 +187,8 @@ def transformer_config(
 class DecoderChunk(GPTModel):
     """One chunk of a model: its layers, the embedding in the first chunk, the final norm and the head in the last.
 
-    The last chunk returns hidden states: the head, `output_layer` or `value_head`, is applied by `heads.py` to
-    predicted tokens only.
+    The last chunk returns hidden states: `heads.py` applies the head, `output_layer` or `value_head`, to predicted
+    tokens only.
     """
 
     def __init__(self, sizes: ModelSizes, config: TransformerConfig, *, critic: bool, chunk: int) -> None:
@@ -214,7 +216,7 @@ class DecoderChunk(GPTModel):
             self.value_head = nn.Linear(sizes.hidden_size, 1, device=_device(config))
 
     def watch_routers(self, sizes: ModelSizes) -> None:
-        """From now on the routers of this chunk fill the `routing` of rows and take their `experts`."""
+        """Makes the routers of this chunk fill the `routing` of rows and take their `experts`."""
         places = {number: place for place, number in enumerate(sorted(sizes.expert_layers))}
         numbered = enumerate(self.decoder.layers, self.first_layer)
         watch_routers([(places[n], layer) for n, layer in numbered if n in places])
@@ -223,7 +225,7 @@ class DecoderChunk(GPTModel):
         return hidden_states
 
     def output_weight(self) -> torch.Tensor:
-        """[rows of this rank, hidden size]: of the output layer, which may be the embedding."""
+        """[rows of this rank, hidden size]: of the output layer, possibly the embedding."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight  # pyright: ignore[reportReturnType]
@@ -232,7 +234,7 @@ class DecoderChunk(GPTModel):
 def build_chunks(
     sizes: ModelSizes, config: TransformerConfig, place: Place, *, critic: bool = False
 ) -> list[tuple[DecoderChunk, dict[str, LocalTensor]]]:
-    """The chunks of this rank with uninitialised weights on its device, and what each of their parameters holds."""
+    """This rank's chunks with uninitialised weights on its device, and the contents of each of their parameters."""
     chunks = []
     for number in range(config.virtual_pipeline_model_parallel_size or 1):
         chunk = DecoderChunk(sizes, config, critic=critic, chunk=number)
@@ -242,7 +244,7 @@ def build_chunks(
         for name, parameter in chunk.named_parameters():
             found = describe(name, sizes, place, chunk.first_layer)
             contents[name] = found
-            # Megatron-core sets these only when it draws the weights; the gradient's norm depends on them
+            # Megatron-core sets these only when it draws the weights; the gradient norm depends on them.
             parameter.tensor_model_parallel = found.is_split  # pyright: ignore[reportAttributeAccessIssue]
             parameter.partition_dim = found.dim if found.is_split else -1  # pyright: ignore[reportAttributeAccessIssue]
             parameter.partition_stride = 1  # pyright: ignore[reportAttributeAccessIssue]
@@ -255,8 +257,8 @@ def gathered(hidden: torch.Tensor, config: TransformerConfig, *, partial_gradien
 
     Args:
         hidden: [N, 1, hidden size], or this rank's part of the rows under sequence parallelism.
-        partial_gradients: each rank computes only its share of the gradient of the result, and the shares are summed;
-            False: each computes all of it.
+        partial_gradients: each rank computes only its share of the result's gradient, and the shares are summed; False:
+            each computes all of it.
     """
     if config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=partial_gradients)
@@ -275,7 +277,7 @@ class Norm(nn.RMSNorm):
 
 
 def _parallel() -> Any:
-    """Megatron-core's groups; its getters are typed as wider than what they return."""
+    """Megatron-core's groups; its getters are typed too widely."""
     return parallel_state
 
 
@@ -288,7 +290,7 @@ def _block(sizes: ModelSizes, config: TransformerConfig, stage: int | None) -> T
 
 def _engine_layer(sizes: ModelSizes, *, experts: bool) -> ModuleSpec:
     """TransformerEngine's layer, whose attention reads the boundaries of packed rows and splits them over
-    context-parallel ranks as `split_row` does."""
+    context-parallel ranks in the way of `split_row`."""
     return get_gpt_layer_with_transformer_engine_spec(
         num_experts=sizes.num_experts if experts else None, moe_grouped_gemm=False, qk_layernorm=sizes.qk_norm
     )

@@ -24,11 +24,11 @@ from asyncrl.trainer.step.model import Output, Routers, StepModels, no_routers
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
 HEAD = "head."
-"""How the names of a critic's head begin, which no pretrained model has."""
+"""Prefix of a critic's head; no pretrained model has it."""
 
 
 def _check_routers(sizes: ModelSizes, coefficient: float) -> None:
-    """Raises ConfigError: a load-balancing loss was asked for, and the model has no routers."""
+    """Raises ConfigError: a load-balancing loss is requested, and the model has no routers."""
     if coefficient > 0 and not sizes.expert_layers:
         asked, do = f"algorithm.router_aux_coefficient={coefficient:g}", "set it to 0, or train a mixture of experts"
         raise ConfigError(explain(asked, "the model at model.path has no experts", do))
@@ -38,7 +38,7 @@ class TrainedModel(Generic[Output]):
     """A model in training: its chunks, their contents and its optimizer.
 
     Attributes:
-        parameters: (name that is unique on this rank, parameter, what it holds), in the same order at every start.
+        parameters: (name that is unique on this rank, parameter, contents), in the same order at every start.
         update: its optimizer.
     """
 
@@ -63,7 +63,7 @@ class TrainedModel(Generic[Output]):
 
     @torch.no_grad()
     def load_weights(self, source: PretrainedModel) -> None:
-        """Weights and master weights; a head that the source does not have starts at zero."""
+        """Loads weights and master weights; a head that the source lacks starts at zero."""
         for _, parameter, contents in self.parameters:
             values = torch.zeros(parameter.shape, dtype=torch.float32)
             if not any(block.name.startswith(HEAD) for block in contents.blocks):
@@ -77,13 +77,13 @@ class TrainedModel(Generic[Output]):
             share.state[MASTER].copy_(values.flatten()[share.start : share.stop])
 
     def shares(self) -> Iterator[tuple[str, nn.Parameter, Share, LocalTensor]]:
-        """(name, parameter, this rank's share of it, what the parameter holds), of those that it has a share of."""
+        """(name, parameter, this rank's share, contents) of each parameter of which this rank has a share."""
         for name, parameter, contents in self.parameters:
             if share := self._shares.get(id(parameter)):
                 yield name, parameter, share, contents
 
     def check_same(self, written: RankFiles, name: str) -> None:
-        """Raises ConfigError: the checkpoint is of another model than this, which it calls `name`."""
+        """Raises ConfigError: the checkpoint's model `name` is another model than this one."""
         there = set(written.names(name))
         if not there:
             do = "keep algorithm.advantage, or start a new run from what asyncrl-export makes of it"
@@ -98,7 +98,7 @@ class TrainedModel(Generic[Output]):
 
     @torch.no_grad()
     def load_state(self, written: RankFiles, name: str) -> None:
-        """Weights, master weights, moments and the number of steps of the model that the checkpoint calls `name`."""
+        """Loads weights, master weights, moments and step count of the checkpoint's model `name`."""
         for _, parameter, contents in self.parameters:
             values = torch.empty(parameter.shape, dtype=torch.float32)
             written.read_into(values, contents, name, MASTER)
@@ -112,8 +112,8 @@ class TrainedModel(Generic[Output]):
     def of_step(
         self, head: Head[Output], groups: Groups, *, routing: bool = False, replays: bool = False
     ) -> PipelineTrained[Output]:
-        """The same as the training step sees it. `routing`: with what the routers of a mixture do. `replays`: they take
-        the experts of the packed tokens."""
+        """The model as the training step sees it. `routing`: include the routing sums of a mixture. `replays`: its
+        routers take the experts of the packed tokens."""
         sizes, watched = self.sizes, None
         if routing or replays:
             routers = Routers(len(sizes.expert_layers), sizes.experts_per_token, sizes.num_experts)
@@ -124,7 +124,7 @@ class TrainedModel(Generic[Output]):
 
 
 class MegatronModels:
-    """Owns policy, reference and critic; `critic` is None where the algorithm needs none."""
+    """Owns policy, reference and critic; `critic` is None if the algorithm needs none."""
 
     def __init__(self, spec: TrainerSpec, groups: Groups, *, on_cpu: bool) -> None:
         """Collective. Raises ConfigError: a model cannot be read or trained."""
@@ -142,7 +142,7 @@ class MegatronModels:
         self._reference = self._frozen() if algorithm.needs_reference else None
 
     def of_step(self) -> StepModels:
-        """The same as the training step sees them."""
+        """The models as the training step sees them."""
         head = PolicyHead(self.policy.sizes.vocab_size, self._groups.tensor)
         critic = self.critic.of_step(ValueHead(), self._groups) if self.critic is not None else None
         balanced = self._spec.algorithm.router_aux_coefficient > 0
@@ -151,7 +151,7 @@ class MegatronModels:
         return StepModels(policy, critic, self._reference)
 
     def trained(self) -> Sequence[tuple[str, TrainedModel[Any]]]:
-        """By their names in a checkpoint."""
+        """(name in a checkpoint, model)."""
         return [("model", self.policy)] + ([("critic", self.critic)] if self.critic is not None else [])
 
     def _frozen(self) -> PipelineFrozen[Any]:
@@ -169,7 +169,7 @@ class MegatronModels:
         return PipelineFrozen(frozen, config, head, self._groups)
 
     def _named(self, path: str | None, key: str) -> PretrainedModel:
-        """The model at `path`; `model.revision` is of `model.path` alone.
+        """The model at `path`; `model.revision` applies to `model.path` only.
 
         Raises:
             ConfigError: its vocabulary is smaller than the policy's.

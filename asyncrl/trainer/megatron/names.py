@@ -1,7 +1,7 @@
-"""Which part of which Hugging Face tensor each tensor of Megatron-core holds, as data. Pure; imports no torch.
+"""Maps each tensor of Megatron-core to parts of Hugging Face tensors, as data. Pure; imports no torch.
 
-Loading, the publish and checkpoints all use it: a tensor of a rank consists of `Block`s, each a run of rows or columns
-of one Hugging Face tensor. To load is to copy the blocks in, to publish is to copy them out.
+Loading, publishing and checkpoints use this map. A tensor of a rank consists of `Block`s, each a run of rows or columns
+of one Hugging Face tensor. Loading copies the blocks in, publishing copies them out.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ Kind = Literal["whole", "columns", "qkv", "gate_up"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a tensor of a layer is made of those in `names`, and how ranks split it.
+    """How a layer's tensor is made of the tensors `names`, and how ranks split it.
 
-    whole: every rank has all of it. columns: split by columns. qkv: for each key-value head its queries, its key and
-    its value; split by rows. gate_up: each rank has its rows of the gate, then its rows of the up projection.
+    whole      every rank has all of it
+    columns    split by columns
+    qkv        for each key-value head its queries, its key and its value; split by rows
+    gate_up    each rank has its rows of the gate, then its rows of the up projection
     """
 
     kind: Kind
@@ -57,8 +59,8 @@ LAYER: dict[str, Rule] = {
     "mlp.experts.linear_fc1.weight": _gate_up("mlp.experts.{expert}"),
     "mlp.experts.linear_fc2.weight": Rule("columns", ("mlp.experts.{expert}.down_proj.weight",)),
 }
-"""Tensor of a Megatron-core layer -> its rule; `{expert}`: the expert's number in the model. Where two names have one
-rule, the second is that of TransformerEngine's layers."""
+"""Tensor of a Megatron-core layer -> its rule. `{expert}`: the expert's number in the model. If two names share a rule,
+the second belongs to TransformerEngine's layers."""
 
 _BY_COLUMNS = tuple(rule.names[0].rpartition("{expert}")[2] for rule in LAYER.values() if rule.kind == "columns")
 
@@ -89,7 +91,7 @@ class LocalTensor:
     """One tensor of a rank. Entries that no block covers are padding: zero.
 
     Attributes:
-        is_split: ranks of a tensor-parallel group hold different entries, be the group one rank.
+        is_split: ranks of a tensor-parallel group hold different entries, even if the group has one rank.
         dim: along which they split it.
     """
 
@@ -100,7 +102,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A rank's index in each parallel group, and the sizes of these groups."""
+    """A rank's index in each parallel group, and the groups' sizes."""
 
     tensor: int = 0
     num_tensor: int = 1
@@ -111,14 +113,15 @@ class Place:
 
 
 def describe(name: str, sizes: ModelSizes, place: Place, first_layer: int) -> LocalTensor:
-    """What the parameter `name` of a part of the model holds.
+    """The contents of the parameter `name` of a part of the model.
 
     Args:
-        first_layer: number, in the whole model, of the part's first layer.
+        first_layer: number of the part's first layer in the whole model.
 
     Raises:
-        KeyError: no rule says what it is.
+        KeyError: no rule covers `name`.
     """
+    # Outside the layers: embedding, output layer, final norm, value head.
     if name in (EMBEDDING, OUTPUT):
         whole = "model.embed_tokens.weight" if name == EMBEDDING or sizes.tied else "lm_head.weight"
         rows = sizes.padded_vocabulary(place.num_tensor) // place.num_tensor
@@ -127,6 +130,7 @@ def describe(name: str, sizes: ModelSizes, place: Place, first_layer: int) -> Lo
         return _whole("model.norm.weight", sizes.hidden_size)
     if name in _VALUE_HEAD:
         return _whole(_VALUE_HEAD[name], 1)
+    # Inside a layer: both implementations number a rank's experts locally, in different places of the name.
     found = _IN_LAYER.fullmatch(name)
     if found is None:
         raise KeyError(name)
@@ -138,6 +142,7 @@ def describe(name: str, sizes: ModelSizes, place: Place, first_layer: int) -> Lo
     rule, layer = LAYER[inside], int(found[1]) + first_layer
     number = None if expert is None else expert + place.expert * (sizes.num_experts // place.num_expert)
     names = [f"model.layers.{layer}." + part.format(expert=number) for part in rule.names]
+    # Experts have their own tensor-parallel groups.
     rank, ranks = (place.tensor, place.num_tensor)
     if expert is not None:
         rank, ranks = (place.expert_tensor, place.num_expert_tensor)
@@ -160,7 +165,7 @@ def _in_layer(inside: str, kind: Kind, names: Sequence[str], sizes: ModelSizes, 
 
 
 def _length(inside: str, sizes: ModelSizes) -> int:
-    """Entries of the whole tensor along the dimension that its blocks run along."""
+    """Entries of the whole tensor along the dimension of its blocks."""
     if inside in ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"):
         return sizes.head_dim
     if inside == "self_attention.linear_proj.weight":
@@ -186,7 +191,7 @@ def _qkv_segments(names: Sequence[str], sizes: ModelSizes) -> Iterator[tuple[str
 
 
 def _cut(segments: Sequence[tuple[str, int, int]], dim: int, start: int, length: int) -> tuple[Block, ...]:
-    """The blocks of entries `[start, start + length)` of the segments, put one behind the other."""
+    """The blocks for entries `[start, start + length)` of the concatenated segments."""
     found, at = [], 0
     for name, first, extent in segments:
         low, high = max(at, start), min(at + extent, start + length)
@@ -201,12 +206,12 @@ def _whole(name: str, length: int) -> LocalTensor:
 
 
 def dim_of(name: str) -> int:
-    """The dimension along which the blocks of the Hugging Face tensor `name` run."""
+    """The dimension along which blocks of the Hugging Face tensor `name` run."""
     return 1 if name.endswith(_BY_COLUMNS) else 0
 
 
 def order(name: str) -> tuple[int, int, str]:
-    """Sorts names of Hugging Face: embedding, layers by number, final norm, output layer, anything else."""
+    """Sort key of Hugging Face names: embedding, layers by number, final norm, output layer, anything else."""
     layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)
     if layer:
         numbers = re.sub(r"\d+", lambda n: n[0].zfill(6), layer[2])  # experts by number too

@@ -1,4 +1,4 @@
-"""AdamW over the parameters of a model, by Megatron-core's distributed optimizer: each data-parallel rank holds float32
+"""AdamW over a model's parameters by Megatron-core's distributed optimizer: each data-parallel rank holds float32
 master weights and moments of its share of every parameter."""
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """This rank's part of a parameter: entries `[start, stop)` of its flattened form, in float32.
+    """This rank's part of a parameter: entries `[start, stop)` of the flattened parameter, in float32.
 
     Attributes:
-        master: [stop - start], of the optimizer.
-        moments: of `MOMENTS`, and what else the optimizer keeps for `master`.
+        master: [stop - start], owned by the optimizer.
+        moments: of `MOMENTS`, and any other state that the optimizer keeps for `master`.
     """
 
     start: int
@@ -43,12 +43,12 @@ class Share:
 
 
 def wrap(chunks: Sequence[nn.Module], config: TransformerConfig) -> list[DistributedDataParallel]:
-    """The chunks with buffers for their gradients, which are summed over data-parallel ranks in float32. Sets how
-    `config`'s schedule finishes gradients."""
+    """Wraps the chunks with gradient buffers, summed over data-parallel ranks in float32. Sets how `config`'s schedule
+    finishes gradients."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
     )
-    # losses are parts of one sum: gradients are not divided by a number of tokens
+    # Losses are parts of one sum: gradients are not divided by a number of tokens.
     config.finalize_model_grads_func = _finalize
     return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
 
@@ -83,6 +83,7 @@ class DistributedUpdate:
             config_overrides=get_standard_config_overrides(settings),
             use_gloo_process_groups=False,
         )
+        # Moments exist before the first step, so a checkpoint of step 0 has them too.
         for part in self._parts():
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -93,8 +94,8 @@ class DistributedUpdate:
         self._host_state = HostState(slots)
 
     def clip(self) -> float:
-        """Scales gradients to at most the norm that was given; returns their global norm before that. Collective."""
-        self._host_state.to_device()  # before the gradients of the master weights are there
+        """Scales gradients to at most the configured norm; returns their global norm before that. Collective."""
+        self._host_state.to_device()  # before the master weights get their gradients
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         if self._max_grad_norm > 0 and math.isfinite(norm):
@@ -103,7 +104,7 @@ class DistributedUpdate:
         return norm
 
     def step(self, rate: float) -> None:
-        """After `clip`. Collective: ranks gather the weights that others have updated."""
+        """Call after `clip`. Collective: ranks gather the weights that others have updated."""
         for group in self._optimizer.param_groups:
             group["lr"], group["weight_decay"] = rate, self._weight_decay * group["wd_mult"]
         self._optimizer.step_with_ready_grads()
@@ -117,9 +118,10 @@ class DistributedUpdate:
             chunk.zero_grad_buffer()
 
     def shares(self) -> Iterator[tuple[nn.Parameter, Share]]:
-        """This rank's share of each parameter of which it has one."""
+        """This rank's share of each parameter of which it has a share."""
         for part in self._parts():
-            # not by its `model_param_group_index_map`: that is wrong for a group with parameters of both dtypes
+            # `model_param_group_index_map` is wrong for a group with parameters of both dtypes, so pair the groups by
+            # order.
             models = (*part.model_float16_groups, *part.model_fp32_groups)
             masters = (*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
             for model, master in zip(chain(*models), chain(*masters), strict=True):
@@ -128,7 +130,7 @@ class DistributedUpdate:
                 yield model, Share(place.start, place.end, master, part.optimizer.state[master])
 
     def _slots(self) -> Iterator[Slot]:
-        """Of the moments, and of the master weights that are not the weights themselves."""
+        """Slots of the moments, and of master weights that are separate from the weights."""
         for part in self._parts():
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -139,7 +141,7 @@ class DistributedUpdate:
                 yield Slot(partial(getattr, master, "data"), partial(setattr, master, "data"))
 
     def steps(self) -> int:
-        """How many steps were made: AdamW corrects the bias of its moments by it."""
+        """Number of optimizer steps; AdamW corrects the bias of its moments by it."""
         for part in self._parts():
             for group in part.optimizer.param_groups:
                 if not self._is_torch(part):
@@ -158,10 +160,10 @@ class DistributedUpdate:
                     part.optimizer.state[parameter]["step"] = torch.tensor(float(steps))
 
     def _parts(self) -> list[Any]:
-        """The optimizers of all parameters but experts, and of experts."""
+        """The optimizers of all parameters except experts, and of the experts."""
         return [part for part in self._optimizer.chained_optimizers if part.optimizer is not None]
 
     @staticmethod
     def _is_torch(part: Any) -> bool:
-        """TransformerEngine's and Apex's Adam count the steps of a group, torch's those of a tensor."""
+        """True for torch's Adam, which counts steps per tensor; TransformerEngine's and Apex's count per group."""
         return isinstance(part.optimizer, torch.optim.AdamW)

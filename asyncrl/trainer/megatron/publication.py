@@ -1,10 +1,10 @@
-"""The tensors of a publish: the whole policy under Hugging Face names in the replicas' dtype.
+"""The tensors of a publish: the whole policy, with Hugging Face names and the replicas' dtype.
 
-Every rank learns once which blocks of which tensors the others hold. Of each block the first rank that holds it is the
-owner, so a tied embedding belongs to the first stage. The first rank of each pipeline stage sends the tensors of its
-stage. It produces them bucket by bucket: the other owners of the stage pack their blocks of a bucket into one buffer
-and send that to it. Tensor and expert parallelism are one case, and nothing is gathered over the stages. A sending rank
-needs two buckets of extra memory, other owners one; a rank that owns nothing takes no part.
+At start every rank learns which blocks the others hold. A block's owner is the first rank that holds it, so a tied
+embedding belongs to the first stage. The first rank of each pipeline stage sends the stage's tensors. It assembles them
+bucket by bucket: the other owners of the stage pack their blocks of a bucket into one buffer and send the buffer to it.
+Tensor and expert parallelism are the same case, and nothing is gathered across stages. Extra memory: two buckets on a
+sending rank, one on other owners, none on a rank that owns nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.trainer.megatron.names import Block, LocalTensor, order
 from asyncrl.types import SendingRank, TensorSpec
 
 BUCKET_BYTES = 1 << 27
-"""Tensors are produced together up to this size; a larger one is produced alone."""
+"""Tensors are assembled together up to this size; a larger tensor alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class BlockPublication:
 
         Args:
             parameters: (name, parameter, contents) of this rank.
-            dtype_name: the replicas'.
-            pipeline_parallel: number of stages; the ranks of one follow each other.
+            dtype_name: of the replicas.
+            pipeline_parallel: number of stages; the ranks of a stage are consecutive.
         """
         self._parameters = {name: parameter for name, parameter, _ in parameters}
         self._dtype_name = dtype_name
@@ -53,6 +53,7 @@ class BlockPublication:
             for name, parameter, contents in parameters
             for block in contents.blocks
         ]
+        # The lowest rank that holds a block becomes its owner; every rank computes the same plan.
         everyone: list[list[_Held]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, own)
         plan: dict[str, dict[int, _Held]] = {}
@@ -63,7 +64,7 @@ class BlockPublication:
         }
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Of all stages, one stage after the other."""
+        """Of all stages, in stage order."""
         shapes = {name: self._shape(name) for name in self._plan}
         itemsize = self._dtype.itemsize
         return tuple(
@@ -77,12 +78,13 @@ class BlockPublication:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole tensors of this stage on its sending rank, none on others. Collective over the owners of the stage:
-        each must exhaust the iterator."""
+        """The whole tensors of this stage on its sending rank; nothing on others. Collective over the owners of the
+        stage: each must exhaust the iterator."""
         stage = self._rank // self._of_stage
         leader = stage * self._of_stage
         transfers = _Room(self._dtype, next(iter(self._parameters.values())).device)
         for names in self._buckets(stage):
+            # Leader and owners walk the same buckets in the same order, so each send meets its receive.
             held = [held for name in names for held in self._plan[name].values()]
             by_owner = {owner: [h for h in held if h.owner == owner] for owner in sorted({h.owner for h in held})}
             if self._rank == leader:
@@ -111,7 +113,7 @@ class BlockPublication:
         return whole
 
     def _block(self, held: _Held) -> torch.Tensor:
-        """A block of this rank in the replicas' dtype; it may share memory with the weights."""
+        """This rank's block in the replicas' dtype; it may share memory with the weights."""
         block = held.block
         return self._parameters[held.parameter].narrow(block.dim, block.local, block.length).to(self._dtype)
 
@@ -119,14 +121,14 @@ class BlockPublication:
         return {held.owner // self._of_stage for held in blocks.values()}
 
     def _shape(self, name: str) -> torch.Size:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         found = list(self._plan[name].values())
         shape = list(found[0].shape)
         shape[found[0].block.dim] = max(h.block.start + h.block.length for h in found)
         return torch.Size(shape)
 
     def _buckets(self, stage: int) -> Iterator[list[str]]:
-        """The names of the stage's tensors."""
+        """Names of the stage's tensors, bucket by bucket."""
         bucket, size = [], 0
         for spec in self.specs():
             if self._stages(self._plan[spec.name]) != {stage}:
@@ -140,18 +142,18 @@ class BlockPublication:
 
 
 class _Room:
-    """Memory for transfers that is kept from one to the next: the system would make fresh memory zero each time."""
+    """Reusable memory for transfers; fresh memory would be zeroed by the system each time."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = torch.empty(0, dtype=dtype, device=device)
 
     def of(self, numel: int) -> torch.Tensor:
-        """[numel], with anything in it."""
+        """[numel], uninitialised."""
         if numel > self._buffer.numel():
             self._buffer = torch.empty(numel, dtype=self._buffer.dtype, device=self._buffer.device)
         return self._buffer[:numel]
 
 
 def _only(stages: set[int]) -> int:
-    (stage,) = stages  # a stage has whole tensors
+    (stage,) = stages  # a tensor never spans stages
     return stage

@@ -1,12 +1,12 @@
-"""What is done at the routers of Megatron-core's layers: the load-balancing loss of a mixture, and router replay.
+"""Hooks on the routers of Megatron-core's layers: the load-balancing loss of a mixture, and router replay.
 
-Megatron-core's own loss balances each micro-batch by itself. The one of `algorithms/router_balance.py` is a sum over
-tokens with weights that are known before the pass, so each rank adds the part of its layers and of its tokens: under
-pipeline parallelism no gradient comes from the last stage, under sequence parallelism a rank routes a part of the row.
+Megatron-core's own loss balances each micro-batch separately. The loss of `algorithms/router_balance.py` is a sum over
+tokens with weights known before the pass, so each rank adds the part of its layers and its tokens: under pipeline
+parallelism no gradient comes from the last stage, under sequence parallelism a rank routes a part of the row.
 
-Replay (`fsdp/router_replay.py` says what it is) takes the place that Megatron-core has for it in its choice of the
-largest logits. Its own replay keeps the experts of all layers in one list of the process, in the order of the passes;
-here they travel with the row, so any schedule and any recomputation finds its own.
+Replay (explained in `fsdp/router_replay.py`) uses Megatron-core's hook in the choice of the largest logits. Its own
+replay keeps the experts of all layers in one process-wide list in the order of the passes. Here they travel with the
+row, so any schedule and any recomputation finds the right experts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from asyncrl.trainer.step.model import Routers, taken
 
 @dataclass(frozen=True, slots=True)
 class WatchedRouters:
-    """The routers of a model in training, and what is done at them.
+    """The routers of a model in training, and the hooks on them.
 
     Attributes:
-        balances: they fill the `routing` of rows.
-        replays: they take the `experts` of rows.
+        balances: fill the `routing` of rows.
+        replays: take the `experts` of rows.
     """
 
     routers: Routers
@@ -41,8 +41,8 @@ class RowRouting:
     """The decisions of this rank's routers for its tokens of one packed row.
 
     Attributes:
-        real: [tokens of this rank] bool, False for tokens that fill up the row.
-        balance: [L, E] float32, see `PackedTokens`; None where no loss is asked for.
+        real: [tokens of this rank] bool, False for padding.
+        balance: [L, E] float32, see `PackedTokens`; None without a balance loss.
         chosen, given: [L, E] float32, as in `TokenOutputs`, without gradient; zero for layers of other stages.
     """
 
@@ -60,14 +60,14 @@ class RowRouting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingSums:
-    """Of one micro-batch, over all ranks that share its plan; see `TokenOutputs`."""
+    """Sums over one micro-batch and all ranks that share its plan; see `TokenOutputs`."""
 
     chosen: torch.Tensor
     given: torch.Tensor
 
     @staticmethod
     def of_all_ranks(rows: Sequence[RowRouting], groups: Sequence[dist.ProcessGroup]) -> list[RoutingSums]:
-        """`groups`: over which the rows' tokens and layers are split. Collective over each."""
+        """`groups`: the ranks over which the rows' tokens and layers are split. Collective over each group."""
         sums = torch.stack([torch.stack([row.chosen, row.given]) for row in rows])
         for group in groups:
             if group.size() > 1:
@@ -76,7 +76,7 @@ class RoutingSums:
 
 
 def watch_routers(layers: Sequence[tuple[int, Any]]) -> None:
-    """Makes the layers fill the `routing` of the row that they get, and take its `experts`, where it has them.
+    """Makes the layers fill the `routing` of their row, and take its `experts` if it has them.
 
     Args:
         layers: (place among the model's layers with experts, a TransformerLayer with experts).
@@ -86,14 +86,14 @@ def watch_routers(layers: Sequence[tuple[int, Any]]) -> None:
 
 
 class _Watch:
-    """Hooks of one layer. A router sees hidden states alone, so the layer's own hook keeps the row for it; a layer that
-    is computed again in the backward pass gets its row again."""
+    """Hooks of one layer. A router sees hidden states only, so the layer's own hook keeps the row for it; a layer
+    recomputed in the backward pass gets its row again."""
 
     def __init__(self, place: int, layer: Any) -> None:
         self._place = place
         self._row: RowRouting | None = None
         self._experts: torch.Tensor | None = None
-        self._own: torch.Tensor | None = None  # what the router chose where it takes others
+        self._own: torch.Tensor | None = None  # the router's own choice where replay overrides it
         layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         layer.mlp.router.register_forward_hook(self._routed)
         layer.mlp.router.router_replay = self
@@ -110,7 +110,7 @@ class _Watch:
         group_topk: int | None,
         choose: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Megatron-core's name for it: the scores, [n, k], of the experts that the tokens take, and these, [n, k]."""
+        """Named by Megatron-core. Returns scores and indices of the experts that the tokens take, [n, k] each."""
         values, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         self._own = None if self._experts is None else chosen
         if self._experts is None:
@@ -121,15 +121,15 @@ class _Watch:
     def _routed(
         self, router: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """In place of what the router returned: the same, whose gradient includes that of the balance."""
+        """Replaces the router's result by an equal one whose gradient includes that of the balance."""
         row = self._row
         if row is None:
             return None
         probabilities, routes = output
-        # the router returns the weights of the chosen experts alone
+        # The router returns the weights of the chosen experts only, so recompute all probabilities.
         logits = router.gating(args[0])
         given = (logits.flatten(0, -2).float().softmax(-1) * row.real[:, None]).sum(0)
-        own = routes  # by the router itself: balance is about what it would do
+        own = routes  # the router's own choice: balance must not count replayed experts
         if self._own is not None:
             own = torch.zeros_like(routes).scatter(1, self._own, True)
         row.chosen[self._place] = (own & row.real[:, None]).sum(0)
@@ -140,7 +140,7 @@ class _Watch:
 
 
 class _Beside(torch.autograd.Function):
-    """The first argument as it is; in the backward pass the second, a part of the loss, gets the gradient 1."""
+    """Returns the first argument; in the backward pass the second, a part of the loss, gets gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

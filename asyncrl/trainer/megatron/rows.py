@@ -1,5 +1,5 @@
-"""Packed rows as Megatron-core's layers read them: this rank's part of a row, attention over it, and from this rank's
-predicted tokens to all of them."""
+"""Packed rows for Megatron-core's layers: this rank's part of a row, attention over it, and the way from this rank's
+predicted tokens to all."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from asyncrl.trainer.step.batch import PackedTokens
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """What layers read of a packed row. `split` is for `PackedAttention`, `routing` and `experts`, those of the
-    tokens that this rank routes, for `watch_routers`; the other fields are Megatron-core's, over the rows of all
+    """A packed row as layers read it. `split` is for `PackedAttention`; `routing` and `experts`, of the tokens that
+    this rank routes, are for `watch_routers`; the other fields are Megatron-core's, over the rows of all
     context-parallel ranks."""
 
     split: SplitRow | None = None
@@ -43,13 +43,13 @@ def packed_row(
     sequence_parallel: bool,
     watched: WatchedRouters | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, PackedRow]:
-    """This rank's token ids and positions, [1, n], and the row. Tokens that fill it up are predicted by nothing.
+    """This rank's token ids and positions, [1, n], and the row. Padding tokens are predicted by nothing.
 
     Args:
         place: this rank's.
         context: the context-parallel ranks.
         sequence_parallel: n is a multiple of the tensor-parallel ranks.
-        watched: the routers, where something is done at them.
+        watched: the routers, if they are hooked.
 
     Raises:
         ValueError: the recorded experts are of another model.
@@ -66,6 +66,7 @@ def packed_row(
         max_seqlen_kv=split.whole.max_length,
         split=split,
     )
+    # Under sequence parallelism a rank routes only its slice of the row.
     routed = split.tokens.chunk(multiple)[place.tensor] if sequence_parallel else split.tokens
     if watched is not None and watched.balances:
         row.routing = RowRouting.begin(watched.routers, routed >= 0, tokens.balance)
@@ -79,11 +80,11 @@ def packed_row(
 def on_predictors(
     tokens: PackedTokens, row: PackedRow, group: dist.ProcessGroup, compute: Callable[[PackedTokens], torch.Tensor]
 ) -> torch.Tensor:
-    """[rows, n]: what `compute` returns for all predicted tokens, the same on every context-parallel rank of `group`.
+    """[rows, n]: results of `compute` for all predicted tokens, the same on every context-parallel rank of `group`.
 
     Args:
-        compute: [rows, own] of the predicted tokens that it is given: this rank's, whose predictors are places of this
-            rank's part of the row.
+        compute: returns [rows, own] for the given tokens: this rank's, whose predictors are places in its part of the
+            row.
     """
     assert row.split is not None, "rows come from `packed_row`"
     chosen, places = row.split.of_this_rank(tokens.predictors)
@@ -91,7 +92,7 @@ def on_predictors(
     if group.size() == 1:
         return own
     whole = own.new_zeros(len(own), len(tokens.targets)).index_copy(1, chosen, own)
-    # every rank has the gradient of the whole, and its own entries of it are its share
+    # Every rank has the gradient of the whole; the entries of its own predictions are its share.
     return reduce_from_tensor_model_parallel_region(whole, group=group)
 
 
@@ -101,7 +102,7 @@ class PackedAttention(nn.Module):
     def __init__(
         self, config: TransformerConfig, *, pg_collection: Any, softmax_scale: float | None = None, **kwargs: Any
     ) -> None:
-        """`kwargs`: of other implementations; causal self-attention needs none of them."""
+        """`kwargs`: for other implementations; causal self-attention needs none of them."""
         super().__init__()
         self._scaling, self._context = softmax_scale, pg_collection.cp
 
@@ -116,7 +117,7 @@ class PackedAttention(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """[n, heads * head size]; query [n, heads, head size], key and value with their own heads. Context-parallel
-        ranks gather keys and values; the gradient of theirs is summed over all queries."""
+        ranks gather keys and values, whose gradient is summed over all queries."""
         split = packed_seq_params.split
         assert split is not None, "rows come from `packed_row`"
         if self._context.size() == 1:

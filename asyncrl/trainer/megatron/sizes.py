@@ -1,4 +1,4 @@
-"""The sizes of a model that decide how Megatron-core builds and splits it. Pure; imports no torch."""
+"""The sizes of a model that determine how Megatron-core builds and splits it. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VOCABULARY_ROWS = 8
-"""Each tensor-parallel rank holds a multiple of this many rows of the vocabulary, for fast matrix products."""
+"""Each tensor-parallel rank holds a multiple of this many vocabulary rows, for fast matrix products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class ModelSizes:
         qkv_bias: query, key and value projections have a bias.
         qk_norm: queries and keys are normalised, per head.
         tied: the output layer is the embedding.
-        rope_factor: of Llama 3's scaling of rotary positions; None: they are not scaled.
+        rope_factor: of Llama 3's scaling of rotary positions; None: no scaling.
         num_experts: in a layer with experts; 0 in a model without.
         expert_layers: numbers of the layers that have experts; the others have one feed-forward block.
         shared_expert_size: width of the expert that every token takes; 0 without one.
@@ -79,11 +79,11 @@ class ModelSizes:
         )
 
     def fingerprint(self) -> dict[str, int]:
-        """The sizes that the shapes of the weights follow from, by name."""
+        """The sizes that determine the shapes of the weights, by name."""
         names = "num_layers hidden_size num_heads num_kv_heads head_dim ffn_size vocab_size num_experts expert_size"
         return {name: getattr(self, name) for name in (*names.split(), "shared_expert_size")}
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
-        """Rows of the embedding over all ranks; those from `vocab_size` on are zero and never trained."""
+        """Rows of the embedding over all ranks; rows from `vocab_size` on are zero and never trained."""
         unit = VOCABULARY_ROWS * tensor_parallel
         return -(-self.vocab_size // unit) * unit

@@ -1,4 +1,4 @@
-"""Reads a model in Hugging Face format, so that each rank reads only the slices that it holds."""
+"""Reads a model in Hugging Face format; each rank reads only the slices that it holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class PretrainedModel:
-    """The files of `model.path`. Opens a file when a tensor of it is read, and keeps it open."""
+    """The files of `model.path`. Opens a file when its first tensor is read, and keeps it open."""
 
     def __init__(self, model: ModelConfig, key: str = "model.path") -> None:
         """Reads the config and the index.
@@ -54,8 +54,8 @@ class PretrainedModel:
         self._open: dict[Path, Any] = {}
 
     def read_into(self, target: torch.Tensor, contents: LocalTensor) -> None:
-        """Overwrites `target`, a rank's tensor of any dtype and device, with what `contents` says it holds. Raises
-        ConfigError: it is not there, or of another shape."""
+        """Fills `target`, a rank's tensor of any dtype and device, according to `contents`. Raises ConfigError: a
+        tensor is missing or has another shape."""
         target.zero_()
         for block in contents.blocks:
             place = target.narrow(block.dim, block.local, block.length)
@@ -102,7 +102,7 @@ class PretrainedModel:
 
 
 def _directory(model: ModelConfig) -> Path:
-    """Where the model's files are; those of the hub are fetched unless they are in the cache. Raises OSError."""
+    """Directory of the model's files; hub files are fetched unless cached. Raises OSError."""
     path = Path(model.path).expanduser()
     if path.is_dir():
         return path

@@ -1,9 +1,9 @@
-"""Checkpoints: every rank writes its own tensors to one safetensors file, whose header says what they hold.
+"""Checkpoints: every rank writes its own tensors to one safetensors file, whose header describes them.
 
-A file holds this rank's shares of the master weights and of both moments, in float32, of the policy and of the critic.
-The header has for each parameter its shape, the range of its flattened form that this rank holds, and the blocks of
-Hugging Face tensors that it consists of (`names.py`). So ranks of any other layout, and `asyncrl-export`, find what
-they need: optimizer state is read back at another layout too. Nothing in a file is executed.
+A file holds this rank's shares of the master weights and of both moments, in float32, of policy and critic. For each
+parameter the header has its shape, the range of the flattened parameter that this rank holds, and the blocks of Hugging
+Face tensors that it consists of (`names.py`). Ranks of any other layout and `asyncrl-export` can therefore read weights
+and optimizer state. Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from asyncrl.trainer.megatron.names import Block, LocalTensor, order
 
 FIRST_FILE = "rank00000.safetensors"
 TOTAL_STEPS = "total_steps"
-"""Number of a checkpoint: the length of the run, which a falling learning rate depends on."""
+"""Number in a checkpoint: length of the run; a falling learning rate depends on it."""
 _HEADER, _FORMAT, _RANDOM, _CONVERTED = "asyncrl", 1, "random", "converted"
 _CACHED = 3
-"""Parameters that are kept in memory while another layout reads them block by block."""
+"""Parameters cached in memory while another layout reads them block by block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """A rank's state in host memory. `header`: as JSON; `tensors`: by their names in the file."""
+    """A rank's state in host memory. `header`: JSON; `tensors`: by name in the file."""
 
     header: str
     tensors: dict[str, torch.Tensor]
@@ -67,8 +67,8 @@ def header(
 ) -> str:
     """Args:
     numbers: of the run, by name.
-    parameters: name in the file -> shape, range in the flattened form, contents.
-    converted: the file is made from a checkpoint of another backend, and has no random state.
+    parameters: name in the file -> shape, range of the flattened parameter, contents.
+    converted: the file is made from another backend's checkpoint and has no random state.
     """
     described = {
         name: {
@@ -83,7 +83,7 @@ def header(
 
 
 def write(directory: Path, captured: Captured, group: dist.ProcessGroup) -> None:
-    """Writes the files of all ranks; collective over `group`, which nothing else uses.
+    """Writes the files of all ranks; collective over `group`, which has no other users.
 
     Raises:
         StorageError: a rank could not write. Raised on every rank.
@@ -95,6 +95,7 @@ def write(directory: Path, captured: Captured, group: dist.ProcessGroup) -> None
         write_file(file, captured)
     except (OSError, SafetensorError) as error:
         failure = f"{type(error).__name__}: {error}"
+    # Every rank learns of every failure, so all ranks raise or none does.
     failures: list[str | None] = [None] * group.size()
     dist.all_gather_object(failures, failure, group=group)
     found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
@@ -116,15 +117,15 @@ class RankFiles:
     """The files that `write` left in one trainer directory; tensors are read on request.
 
     Attributes:
-        world_size: how many ranks wrote it.
-        numbers: as given to `header`, of the first rank.
+        world_size: number of ranks that wrote it.
+        numbers: as given to `header` by the first rank.
     """
 
     def __init__(self, directory: Path, asked: str) -> None:
-        """`asked`: what it is opened for, for messages.
+        """`asked`: the purpose of opening it, for messages.
 
         Raises:
-            ConfigError: there is no checkpoint, or one that cannot be read.
+            ConfigError: there is no checkpoint, or it cannot be read.
         """
         self._asked, self._directory = asked, directory
         if not (directory / FIRST_FILE).is_file():
@@ -160,18 +161,19 @@ class RankFiles:
         return target
 
     def shapes(self, model: str) -> dict[str, tuple[int, ...]]:
-        """Of the whole tensors of `model`, by their names in order."""
+        """Shapes of the whole tensors of `model`, by name in order."""
         return {name: _whole_shape(self._holders[model][name]) for name in self.names(model)}
 
     def read_into(self, target: torch.Tensor, contents: LocalTensor, model: str, kind: str) -> None:
-        """Overwrites `target`, [shape of a parameter] float32, with what `contents` says it holds; padding is 0.
+        """Fills `target`, [shape of a parameter] float32, according to `contents`; padding is 0.
 
         Args:
-            kind: which of a parameter's tensors.
+            kind: `MASTER` or a moment.
 
         Raises:
-            ConfigError: it is not in the checkpoint, or in another shape.
+            ConfigError: an entry is missing, or has another shape.
         """
+        # Same layout as the writer's: take the parameter whole. Otherwise block by block.
         same = _Stored(tuple(target.shape), contents.blocks)
         if same in self._ranges.get(model, {}) and contents.blocks:
             target.copy_(self._assembled(model, same, kind))
@@ -180,7 +182,7 @@ class RankFiles:
         try:
             for block in contents.blocks:
                 self._fill(target, block, model, kind)
-        except (RuntimeError, IndexError) as error:  # blocks outside of their tensors
+        except (RuntimeError, IndexError) as error:  # blocks outside their tensors
             raise self.unfit(f"a header does not fit its tensors: {error}") from error
 
     def random_state(self, rank: int) -> torch.Tensor | None:
@@ -193,7 +195,7 @@ class RankFiles:
         return ConfigError(explain(self._asked, found, do))
 
     def _fill(self, target: torch.Tensor, block: Block, model: str, kind: str) -> None:
-        """Copies what any stored parameter has of `block`."""
+        """Copies the entries of `block` from all stored parameters that hold some."""
         missing = block.length
         done: set[int] = set()
         for stored, other in self._holders.get(model, {}).get(block.name, []):
@@ -216,7 +218,7 @@ class RankFiles:
         parts, at = [], 0
         for held in sorted(self._ranges[model][stored], key=lambda r: (r.start, -r.stop)):
             if held.stop <= at:
-                continue  # a copy of what is there: ranks of other stages or experts hold it too
+                continue  # a copy: ranks of other stages or experts hold this range too
             values = self._tensor(held.file, f"{held.name}.{kind}")
             if values.shape != (held.stop - held.start,) or held.start > at:
                 raise self.unfit(f"{held.name}.{kind} of {held.file.name} is not of the range that its header says")
@@ -234,7 +236,7 @@ class RankFiles:
             raise self.unfit(f"{name} of {file.name} cannot be read: {error}") from error
 
     def _add(self, file: Path) -> dict[str, Any]:
-        """Adds the parameters of one file; returns its header. Raises what reading it may."""
+        """Adds the parameters of one file; returns its header. Raises any error of reading it."""
         with safe_open(file, framework="pt") as opened:
             found = json.loads(opened.metadata()[_HEADER])
         if found["format"] != _FORMAT:
@@ -253,7 +255,7 @@ class RankFiles:
 
 
 def _whole_shape(held: Sequence[tuple[_Stored, Block]]) -> tuple[int, ...]:
-    """Of the tensor that the blocks make up."""
+    """Shape of the tensor that the blocks form."""
     stored, block = held[0]
     shape = list(stored.shape)
     shape[block.dim] = sum({b.start: b.length for _, b in held}.values())

@@ -1,4 +1,4 @@
-"""What of a model and of a layout the backend can train, asked before any process starts. Pure; imports no torch."""
+"""Models and layouts that the backend can train, checked before any process starts. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINE, INSTALL_ENGINE = (
 
 
 def unsupported(facts: ModelFacts) -> list[str]:
-    """What of the model would train wrongly, or not at all."""
+    """Features of the model that would train wrongly, or not at all."""
     problems = [f"layers of kind {kind}" for kind in sorted(facts.layer_kinds - {"full_attention"})]
     problems += [f"logits with {change}" for change in facts.changed_logits]
     problems += [f"attention with {change}" for change in facts.changed_attention]
@@ -34,11 +34,11 @@ def unsupported(facts: ModelFacts) -> list[str]:
 
 
 def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
-    """Checks that the layout divides the model, and that its layers are installed; what `facts` does not know is not
+    """Checks that the layout divides the model and that the requested layers are installed. Unknown facts are not
     checked.
 
     Raises:
-        ConfigError: it does not. The message names the nearest sizes that do.
+        ConfigError: a check fails. The message names the nearest sizes that pass.
     """
     megatron, sizes = trainer.megatron, facts.sizes
     if megatron.layers == "transformer_engine":
@@ -75,7 +75,7 @@ def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
 def require_package(
     packages: Sequence[str] = PACKAGES, asked: str = "trainer.backend=megatron", do: str = INSTALL
 ) -> None:
-    """Raises ConfigError: Megatron-core, or what it needs, is not installed. Imports neither."""
+    """Raises ConfigError: Megatron-core or one of its requirements is not installed. Imports neither."""
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
         found = f"the package {', '.join(missing)} is not installed"
@@ -85,7 +85,7 @@ def require_package(
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package above it
+    except ModuleNotFoundError:  # of the parent package
         return False
 
 
@@ -98,7 +98,7 @@ def _require_divides(name: str, value: int, extents: tuple[tuple[str, int | None
 
 
 def _nearest(value: int, extent: int) -> str:
-    """The largest divisor of `extent` below `value`, and the smallest above it."""
+    """The largest divisor of `extent` below `value`, and the smallest divisor above it."""
     divisors = [n for n in range(1, extent + 1) if extent % n == 0]
     below, above = [n for n in divisors if n < value][-1:], [n for n in divisors if n > value][:1]
     return " or ".join(str(n) for n in (*below, *above))
@@ -106,11 +106,11 @@ def _nearest(value: int, extent: int) -> str:
 
 @contextmanager
 def without_wandb() -> Iterator[None]:
-    """Inside, W&B cannot be imported. Megatron-core imports it where it is installed, for its inference engine, and W&B
-    makes temporary directories when it is imported: a rank that is killed would leave them."""
+    """Inside, W&B cannot be imported. Megatron-core's inference engine imports it if installed, and importing W&B
+    creates temporary directories, which a killed rank would leave behind."""
     known = sys.modules.get("wandb")
     if known is None:
-        sys.modules["wandb"] = None  # type: ignore[assignment] - what Python takes for "not to be found"
+        sys.modules["wandb"] = None  # type: ignore[assignment] - Python's marker for "not to be found"
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""Log-probabilities of chosen tokens where each tensor-parallel rank holds some rows of the output layer.
+"""Log-probabilities of chosen tokens if each tensor-parallel rank holds some rows of the output layer.
 
-As `fsdp/token_logprobs.py`: the output layer and the softmax run over chunks of rows, in the forward pass and again in
-the backward pass, and [tokens, vocabulary] never exists as a whole. The forward pass makes two reductions for a chunk,
-over the largest logit and over three sums; the backward pass makes none.
+As in `fsdp/token_logprobs.py`, output layer and softmax run over chunks of rows in the forward pass and again in the
+backward pass, and [tokens, vocabulary] never exists as a whole. The forward pass makes two reductions per chunk, over
+the largest logit and over three sums; the backward pass makes none.
 Legend: N tokens, C tokens of a chunk, D hidden size, V rows of the vocabulary on this rank.
 """
 
@@ -31,7 +31,7 @@ def token_logprobs(
 
     Args:
         hidden: [N, D], the same on every rank. Its gradient is this rank's share: sum it over the ranks.
-        weight: [V, D], the rows from `rank * V` on; those from `vocab_size` on are padding and take no part.
+        weight: [V, D], the rows from `rank * V` on; rows from `vocab_size` on are padding and ignored.
         targets: [N] int64.
 
     Returns:
@@ -39,7 +39,7 @@ def token_logprobs(
     """
     first = group.rank() * weight.shape[0]
     rows = min(max(vocab_size - first, 0), weight.shape[0])
-    chunk = max(1, logits_per_chunk // weight.shape[0])  # not by `rows`: ranks must make the same reductions
+    chunk = max(1, logits_per_chunk // weight.shape[0])  # not `rows`: all ranks must make the same reductions
     return _TokenLogprobs.apply(hidden, weight, targets, 1.0 / temperature, (first, rows, chunk), group)  # pyright: ignore[reportReturnType]
 
 
@@ -109,12 +109,12 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, scale: float) -> torch.Tensor:
-    """[C, V] float32, a tensor of its own that may be overwritten."""
+    """[C, V] float32, safe to overwrite."""
     logits = torch.nn.functional.linear(hidden_CD, weight_VD).float()
     return logits if scale == 1.0 else logits.mul_(scale)
 
 
 def _own(targets_C: torch.Tensor, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """1.0 where the target is one of this rank's rows, else 0.0; and its row here, 0 for the others."""
+    """1.0 if the target is one of this rank's rows, else 0.0; and its local row, 0 for the others."""
     own_C = (targets_C >= first) & (targets_C < first + rows)
     return own_C.float(), (targets_C - first).where(own_C, 0)

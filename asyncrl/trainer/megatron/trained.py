@@ -1,4 +1,4 @@
-"""Models over Megatron-core's pipeline schedule, as the training step sees them: `FrozenModel` and `Model`."""
+"""Adapts models over Megatron-core's pipeline schedule to the training step's protocols: `FrozenModel` and `Model`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class PipelineFrozen(Generic[Output]):
     ) -> None:
         """
         Args:
-            chunks: of this rank; `DecoderChunk`s, maybe wrapped.
-            watched: the routers, where something is done at them.
+            chunks: of this rank; `DecoderChunk`s, possibly wrapped.
+            watched: the routers, if they are hooked.
         """
         self._chunks, self._config, self._head, self._groups = list(chunks), config, head, groups
         self._watched = watched
@@ -46,7 +46,7 @@ class PipelineFrozen(Generic[Output]):
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedTokens]) -> list[Output]:
         """See `FrozenModel`."""
-        if not batches:  # on every rank
+        if not batches:  # true on all ranks or on none
             return []
         found: dict[int, torch.Tensor] = {}
 
@@ -66,11 +66,11 @@ class PipelineFrozen(Generic[Output]):
     def _run(
         self, batches: Sequence[PackedTokens], use: Callable[[int, torch.Tensor], torch.Tensor], *, learns: bool
     ) -> Sequence[RoutingSums | None]:
-        """Runs the schedule; returns what the routers did in each micro-batch, if they are watched. On the last stage
-        `use` gets the number of each micro-batch and the head's numbers for it, and returns the loss."""
+        """Runs the schedule; returns the routing sums of each micro-batch, None without watched routers. On the last
+        stage `use` gets the index of each micro-batch and the head's results for it, and returns the loss."""
         config, rows = self._config, list(batches)
         stages = self._groups.pipeline.size()
-        if len(self._chunks) > 1:  # the interleaved schedule takes whole groups of micro-batches
+        if len(self._chunks) > 1:  # the interleaved schedule needs whole groups of micro-batches
             rows += [_nothing(rows[0])] * (-len(rows) % stages)
         routings: dict[int, RowRouting] = {}
 
@@ -83,7 +83,7 @@ class PipelineFrozen(Generic[Output]):
                 sequence_parallel=config.sequence_parallel,
                 watched=self._watched,
             )
-            if row.routing is not None:  # of every chunk: each has its layers
+            if row.routing is not None:  # shared by all chunks: each adds its layers
                 row.routing = routings.setdefault(at, row.routing)
             hidden = chunk(ids, positions, None, packed_seq_params=row)
 
@@ -94,19 +94,21 @@ class PipelineFrozen(Generic[Output]):
                     self._groups.context,
                     lambda tokens: self._head(decoder_of(chunk), hidden, tokens),
                 )
+                # Padding micro-batches run through the head as well, with a loss of 0.
                 value = use(at, result) if at < len(batches) else result.sum() * 0.0
                 return value, torch.zeros((), dtype=torch.int, device=value.device), None
 
             return hidden, loss
 
         chunked = len(self._chunks) > 1
+        # The schedule calls `forward` once per chunk and micro-batch, so each chunk counts its own calls.
         numbers = [iter(range(len(rows))) for _ in self._chunks]
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=numbers if chunked else numbers[0],
             model=self._chunks if chunked else self._chunks[0],
             num_microbatches=len(rows),
-            seq_length=1,  # stages tell each other the shapes
+            seq_length=1,  # ignored: stages exchange the shapes
             micro_batch_size=1,
             forward_only=not learns,
         )
@@ -116,7 +118,7 @@ class PipelineFrozen(Generic[Output]):
         return RoutingSums.of_all_ranks([routings[at] for at in range(len(batches))], split)
 
     def _from_last_stage(self, values: torch.Tensor) -> None:
-        """Replaces `values` by those of the last stage. Collective over the stages."""
+        """Replaces `values` by the last stage's. Collective over the stages."""
         group = self._groups.pipeline
         if group.size() > 1:
             dist.broadcast(values, group=group, group_src=group.size() - 1)
@@ -159,7 +161,7 @@ class PipelineTrained(PipelineFrozen[Output]):
         return [_with_balance(*one) for one in zip(parts, batches, routing, strict=True)]
 
     def _of_all_stages(self, parts: list[Part], count: int, device: torch.device) -> list[Part]:
-        """The parts of the last stage on every stage. Collective over the stages."""
+        """The last stage's parts on every stage. Collective over the stages."""
         group = self._groups.pipeline
         if group.size() == 1:
             return parts
@@ -182,7 +184,7 @@ class PipelineTrained(PipelineFrozen[Output]):
 
 
 def decoder_of(chunk: nn.Module) -> DecoderChunk:
-    """The decoder inside the wrapper of an optimizer, if it has one."""
+    """The decoder inside an optimizer's wrapper, if there is one."""
     inner = chunk if isinstance(chunk, DecoderChunk) else chunk.module
     assert isinstance(inner, DecoderChunk), "chunks are decoders, wrapped at most once"
     return inner

@@ -1,7 +1,7 @@
-"""Conversion of Megatron-core's checkpoints: the `TrainingState` of one, and one made of another backend's state.
+"""Conversion of Megatron-core's checkpoints: reads one as `TrainingState`, and writes one from another backend's state.
 
-A converted checkpoint has each Hugging Face tensor as a parameter of its own, in files of a limited size. Ranks of any
-layout read it as they read a checkpoint of another layout. Imports no Megatron-core.
+A converted checkpoint has each Hugging Face tensor as its own parameter, in files of limited size. Ranks of any layout
+read it like a checkpoint of another layout. Imports no Megatron-core.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def write_training_state(
 def _files(
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]], max_bytes: int
 ) -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
-    """(model, name, shape) of the tensors of each file."""
+    """(model, name, shape) of each file's tensors."""
     inside: list[tuple[str, str, tuple[int, ...]]] = []
     held = 0
     for model, named in shapes.items():
@@ -102,6 +102,6 @@ def _files(
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, LocalTensor]:
-    """As `header` takes it."""
+    """A parameter description for `header`: one whole tensor."""
     dim = dim_of(name)
     return shape, 0, prod(shape), LocalTensor((Block(name, dim, 0, 0, shape[dim]),), False, dim)

@@ -1,4 +1,4 @@
-"""From planned sequences and fetched trajectories to the tensors of one micro-batch."""
+"""Packs planned sequences and fetched trajectories into the tensors of one micro-batch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Trajectories = Mapping[TrajectoryKey, Trajectory]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedClass:
-    """Sequences of similar length, which attention pads to the longest of them.
+    """Sequences of similar length, padded by attention to the longest of them.
 
     Attributes:
-        num_tokens: of all of them. Classes lie one behind the other in the layout's order.
+        num_tokens: of all sequences. Classes are contiguous in the layout's order.
         num_sequences, max_length: shape of the padded batch.
         slots: [tokens] int64, place of each token in the flattened [num_sequences * max_length]. None: the sequences
             are equally long, and the padded batch is a view of the row.
@@ -38,17 +38,17 @@ class PaddedClass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
-    """Where the sequences of one packed row lie, and which of them attention pads together; made by `of`.
+    """Positions of the sequences in a packed row, and the classes that attention pads; built by `of`.
 
-    Legend: M tokens of all sequences, N tokens of the row. They differ where sequences share the tokens of a prompt.
+    Legend: M tokens of all sequences, N tokens of the row. M > N where sequences share the tokens of a prompt.
 
     Attributes:
         max_length: tokens of the longest sequence.
-        boundaries: [sequences + 1] int32, cumulative lengths from 0: where the sequences lie, if they share nothing.
+        boundaries: [sequences + 1] int32, cumulative lengths from 0: sequence boundaries if no prompt is shared.
         class_boundaries: [sequences + 1] int32, the same in the order of `classes`.
         classes: hold every sequence once, longest first.
-        order: [M] int64, which token of the row comes at each place of the order of `classes`.
-        places: [N] int64, a place of each token of the row in that order. None, both: the row is in that order.
+        order: [M] int64, for each place in the order of `classes` the index of its token in the row.
+        places: [N] int64, for each token of the row a place in that order. Both None: the row is in that order.
     """
 
     max_length: int
@@ -72,13 +72,14 @@ class PackedLayout:
             lengths: [S] tokens of each sequence, at least 1.
             classes: indices of the sequences of each class; None: as `length_classes` finds them for the device.
             rows: [M] int64, index in the row of each token of the first sequence, then of the second, and so on; every
-                token of the row is among them. None: they lie one behind the other.
+                token of the row occurs. None: the sequences are contiguous.
         """
         sizes = np.asarray(lengths, np.int64)
         if classes is None:
             classes = length_classes(sizes, spared=spared_work(device.type))
         ends = sizes.cumsum()
         chosen = np.concatenate(classes)
+        # `order`: for each token of the concatenated classes its place in the concatenated sequences, then in the row.
         starts = sizes[chosen].cumsum() - sizes[chosen]
         order = np.repeat((ends - sizes)[chosen] - starts, sizes[chosen]) + np.arange(ends[-1])
         place = partial(_place, device=device)
@@ -117,21 +118,21 @@ def _place(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.i
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTokens:
     """The input of a model: the sequences of a micro-batch in one row of N tokens, and n predictions. Sequences may
-    share the tokens of their prompt, whose last token then predicts the first one of several responses.
+    share the tokens of their prompt, whose last token then predicts the first token of several responses.
 
     Attributes:
         input_ids, position_ids: [1, N] int64; positions are those in the sequences.
         predictors: [n] int64, index in the row of the token before each predicted one.
         targets: [n] int64, the predicted tokens.
         temperature: divisor of the logits.
-        balance: [L, E] float32, what each sum `given` of the routers (`TokenOutputs`) adds to the loss; None without a
+        balance: [L, E] float32, weight in the loss of each router sum `given` (`TokenOutputs`); None without a
             load-balancing loss.
-        others: [n, k] int64, further tokens whose log-probabilities are asked for at the places of the targets; those
-            beyond the model's vocabulary have probability 0.
-        experts: [N, layers, k] int64, the experts that the routers of a mixture take for each token, -1 where they
-            choose themselves; None: everywhere.
-        kept: [n, k] int64, the tokens among which the probability of each target is computed, then -1; a row of -1:
-            the whole vocabulary. None: everywhere.
+        others: [n, k] int64, further tokens at the positions of the targets whose log-probabilities are requested;
+            tokens beyond the model's vocabulary have probability 0.
+        experts: [N, layers, k] int64, experts that a mixture's routers take for each token; -1: the router chooses.
+            None: the routers choose everywhere.
+        kept: [n, k] int64, the tokens over which the probability of each target is normalised, padded with -1; a row of
+            -1: the whole vocabulary. None: the whole vocabulary everywhere.
     """
 
     input_ids: torch.Tensor
@@ -149,11 +150,11 @@ class PackedTokens:
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """`tokens` and, for each predicted token, [n]: behaviour log-probability, advantage, share of the objective, number
-    of its sequence in the micro-batch, lag in optimizer steps, and whether it counts; `extra` has the arrays of
-    `Trajectory.extra` that were asked for, [n, ...] each, float32 or int64.
+    of its sequence in the micro-batch, lag in optimizer steps, and whether it counts; `extra` holds the requested
+    arrays of `Trajectory.extra`, [n, ...] each, float32 or int64.
 
-    A micro-batch that predicts nothing still has one token with a False mask, so that every rank runs the same
-    forward and backward pass, and with it the same collectives. `num_tokens` counts the tokens of the sequences.
+    A micro-batch without predictions still has one token with a False mask, so every rank runs the same forward and
+    backward pass, and thus the same collectives. `num_tokens` counts the tokens of the sequences.
     """
 
     tokens: PackedTokens
@@ -200,11 +201,12 @@ def pack(
         predict: the tokens of `loss_mask`, or all of the response.
         step: `global_steps`, for lags.
         share_prompts: sequences of a group with the same prompt share its tokens in the row.
-        extra: names of the arrays of `Trajectory.extra` that every sequence with a response has. With "experts" the
-            routers take those; prompts must not be shared: the last token of one has others for each response.
+        extra: arrays of `Trajectory.extra` that every sequence with a response has. "experts" makes the routers take
+            the recorded experts; prompts must not be shared then: a prompt's last token has different experts for each
+            response.
 
     Raises:
-        ValueError: a sequence is missing, differs from the lengths that it was planned with, or lacks an array.
+        ValueError: a sequence is missing, differs from its planned lengths, or lacks an array.
     """
     chosen = [_checked(microbatch, i, trajectories) for i in range(len(microbatch))]
     row = SharedRow.of(chosen, [s.ordinal if share_prompts else i for i, s in enumerate(microbatch)])
@@ -254,7 +256,7 @@ def pack(
 
 
 def _experts(row: SharedRow, chosen: Sequence[Trajectory]) -> np.ndarray | None:
-    """[N, layers, k] int16: for each token of the row the recorded experts; None without a response."""
+    """[N, layers, k] int16: the recorded experts of each token of the row; None without a response."""
     whole = [np.arange(len(t.response_ids)) for t in chosen]
     if not any(map(len, whole)):
         return None
@@ -266,7 +268,7 @@ def _experts(row: SharedRow, chosen: Sequence[Trajectory]) -> np.ndarray | None:
 
 
 def _gathered(name: str, chosen: Sequence[Trajectory], picks: Sequence[np.ndarray]) -> np.ndarray:
-    """[n, ...]: the picked rows of the array of each trajectory; one row without content where none is picked.
+    """[n, ...]: the picked rows of each trajectory's array; one empty row if none is picked.
 
     Raises ValueError: rows differ in shape.
     """
@@ -280,7 +282,7 @@ def _gathered(name: str, chosen: Sequence[Trajectory], picks: Sequence[np.ndarra
 
 
 def _versions(trajectory: Trajectory) -> np.ndarray:
-    """[T] int64: the version that each response token is stamped with."""
+    """[T] int64: policy version of each response token."""
     segments = trajectory.segments
     return np.repeat([s.version for s in segments], [s.stop - s.start for s in segments]).astype(np.int64)
 

@@ -1,7 +1,7 @@
 """The training step: prepares once, then for each update computes gradients, checks them and steps the optimizers.
 
-It does not know how a model is sharded: it sees the micro-batches of its data-parallel index, `Model`s and sums over
-`Peers`. Each token's loss is weighted by its share of the update, so the result is the same for every packing and every
+It does not know how a model is sharded: it sees the micro-batches of its data-parallel index, `Model`s, and sums over
+`Peers`. Each token's loss is weighted by its share of the update, so the result does not depend on packing or on the
 number of ranks.
 """
 
@@ -46,8 +46,8 @@ class TrainingStep:
     ) -> None:
         """
         Args:
-            device: where the models read micro-batches.
-            share_prompts: the models understand rows in which sequences share tokens; see `PackedLayout`.
+            device: of the micro-batches.
+            share_prompts: the models support rows in which sequences share tokens; see `PackedLayout`.
         """
         self._spec, self._models, self._peers, self._device = spec, models, peers, device
         self._in_training = [model for model in (models.policy, models.critic) if model is not None]
@@ -58,8 +58,8 @@ class TrainingStep:
             predict="trained",
             device=device,
             temperature=spec.temperature or 1.0,
-            # each token of a row counts once for the balance of routers: shared prompts would count less; and the last
-            # token of a prompt has recorded experts for each response
+            # No sharing under a balance loss, where each token counts once: shared prompts would count less. Nor under
+            # replay: the last token of a prompt has recorded experts for each response.
             share_prompts=share_prompts and spec.algorithm.router_aux_coefficient == 0 and not self._replayed,
             extra=(*spec.algorithm.distillation.token_arrays, *self._replayed, *("kept_ids",) * spec.over_kept),
         )
@@ -73,13 +73,13 @@ class TrainingStep:
 
     def train_step(self, plan: RankPlan, trajectories: Trajectories) -> TrainMetrics:
         """The updates of one step; see `TrainBackend`. An update without a trained token on any rank is skipped:
-        momentum and weight decay would change the weights.
+        momentum and weight decay would otherwise change the weights.
 
         Raises:
-            RunFailed: loss or gradient is not finite. That update has changed neither weights nor optimizers.
+            RunFailed: loss or gradient is not finite. The failed update has changed neither weights nor optimizers.
             ValueError: a trajectory is missing or differs from its plan.
         """
-        # Everything without a gradient is computed first, with the weights before the first update and without dropout.
+        # Phase 1: everything without a gradient, under the weights before the first update and without dropout.
         self._train(False)
         if plan.correction_bounds != self._correction_bounds:
             algorithm = self._spec.algorithm
@@ -92,6 +92,7 @@ class TrainingStep:
         rate = scheduled_rate(spec.trainer, plan.step, spec.total_steps, start=start)
         critic_rate = scheduled_rate(spec.trainer, plan.step, spec.total_steps, peak=spec.algorithm.critic.lr)
         learns = plan.step >= start
+        # Phase 2: one update per entry of the plan.
         totals, norms, critic_norms, skipped = StepTotals(self._device), [], [], 0
         for number, (update, ready) in enumerate(zip(plan.updates, prepared, strict=True), start=1):
             batches = [self._pack(microbatch, trajectories, step=plan.step) for microbatch in update]
@@ -139,8 +140,8 @@ class TrainingStep:
     def _gradients(
         self, batches: Sequence[PackedBatch], ready: Sequence[Prepared], totals: StepTotals, *, learns: bool
     ) -> torch.Tensor:
-        """Forward and backward through one update; returns this rank's part of the minimised loss, the critic's
-        included, [] float64. `learns`: True trains the policy; False trains only the critic."""
+        """Forward and backward through one update; returns this rank's part of the minimised loss, including the
+        critic's, [] float64. `learns`: True trains the policy; False trains only the critic."""
         parts = self._models.policy.forward_backward(
             [self._balanced(batch, prepared) for batch, prepared in zip(batches, ready, strict=True)],
             lambda at, output: self._policy_part(batches[at], ready[at], output),
@@ -166,7 +167,7 @@ class TrainingStep:
         return Part(loss, seen)
 
     def _balanced(self, batch: PackedBatch, prepared: Prepared) -> PackedTokens:
-        """The micro-batch with the weights of its load-balancing loss, if there is one."""
+        """The micro-batch with the weights of its load-balancing loss, if any."""
         coefficient = self._spec.algorithm.router_aux_coefficient
         if not coefficient:
             return batch.tokens
@@ -236,7 +237,7 @@ class TrainingStep:
             model.drop_gradients()
 
 
-# The learning rate, as a pure function of the step: a resumed run needs no scheduler state.
+# The learning rate is a pure function of the step: a resumed run needs no scheduler state.
 
 
 def scheduled_rate(
@@ -244,8 +245,8 @@ def scheduled_rate(
 ) -> float:
     """`learning_rate` with the settings of `config`.
 
-    `total_steps`: end of the decay where `decay_steps` is not set. `peak` None: `lr`. `start`: the first step that
-    trains; before it the rate is 0, and the warm-up starts there.
+    `total_steps`: end of the decay unless `decay_steps` is set. `peak` None: `lr`. `start`: first step that trains; the
+    rate is 0 before it, and the warm-up starts there.
     """
     if 0 <= step < start:
         return 0.0
@@ -268,9 +269,13 @@ def learning_rate(
     decay_steps: int = 0,
     min_fraction: float = 0.0,
 ) -> float:
-    """The rate of the optimizer step that starts at `global_steps == step`: `peak * (step + 1) / warmup_steps` over
-    the first `warmup_steps` steps, then by `schedule` from `peak` to `peak * min_fraction`, which it has from step
-    `decay_steps` on. Raises ValueError: `step` is negative."""
+    """The rate of the optimizer step that starts at `global_steps == step`.
+
+        step < warmup_steps    peak * (step + 1) / warmup_steps
+        then                   by `schedule` from peak to peak * min_fraction
+        step >= decay_steps    peak * min_fraction
+
+    Raises ValueError: `step` is negative."""
     if step < 0:
         raise ValueError(f"step is {step}; global_steps counts from 0")
     if step < warmup_steps:

@@ -1,4 +1,4 @@
-"""What the training step needs from a backend: its models, and sums over data-parallel ranks."""
+"""The training step's view of a backend: its models, and sums over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class TokenOutputs:
 
     Attributes:
         logprobs: [n] float32, log-probabilities of the predicted tokens at the temperature of the batch.
-        entropy: [n] float32, nats; a gradient flows through it where the loss asks for one.
-        chosen, given: [L, E] float32 each, sums over the decisions of a mixture's routers for all tokens of the row;
-            see `routing_sums`. None without a load-balancing loss.
-        others: [n, k] float32, log-probabilities of `PackedTokens.others`; None where none are asked for.
+        entropy: [n] float32, nats; carries a gradient if the loss uses it.
+        chosen, given: [L, E] float32 each, sums over the routing decisions for all tokens of the row; see
+            `routing_sums`. None without a load-balancing loss.
+        others: [n, k] float32, log-probabilities of `PackedTokens.others`; None if not requested.
     """
 
     logprobs: torch.Tensor
@@ -40,7 +40,7 @@ class TokenOutputs:
 class Part:
     """The result of a loss function for one micro-batch. `loss`: [] float32, the micro-batch's part of the minimised
     loss; carries the gradient. `seen` carries none. `balance`: [] float32, its part of the load-balancing loss, which
-    the model adds; None without."""
+    the model adds; None without one."""
 
     loss: torch.Tensor
     seen: LossStatistics
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def total(self) -> torch.Tensor:
-        """[]: all that the micro-batch adds to the minimised loss."""
+        """[]: the micro-batch's total contribution to the minimised loss."""
         return self.loss if self.balance is None else self.loss + self.balance
 
     def detached(self) -> Part:
@@ -77,24 +77,23 @@ class Model(FrozenModel[Output], Protocol[Output]):
         self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: bool
     ) -> list[Part]:
         """Adds the gradient of the sum of all losses, over the micro-batches of all data-parallel ranks, to the
-        gradients; the parts, detached, in the order of `batches`.
+        gradients; returns the detached parts in the order of `batches`.
 
-        The backend owns the schedule: it calls `loss_function` once for each micro-batch, at any time and in any
-        order, on the ranks that hold the model's output. A rank that does not hold it receives the parts from one that
-        does: all ranks that share a plan return the same.
+        The backend owns the schedule: it calls `loss_function` once for each micro-batch, at any time and in any order,
+        on the ranks that hold the model's output. Other ranks receive the parts: all ranks that share a plan return the
+        same.
 
-        Where a micro-batch has `PackedTokens.balance`, its routers' sums `given` are multiplied by it and added to the
-        loss, as `Part.balance`. The weights are known before the forward pass, so that a stage of a pipeline adds the
-        gradient of its own layers.
+        `PackedTokens.balance` of a micro-batch is multiplied by its routers' sums `given` and added to the loss, as
+        `Part.balance`. The weights are known before the forward pass, so each pipeline stage adds the gradient of its
+        own layers.
 
         Args:
-            learns: False computes the parts without a gradient.
+            learns: False computes the parts without gradient.
         """
         ...
 
     def clip_gradients(self) -> float:
-        """Scales the gradients to at most the norm that the recipe allows; returns their global norm before, 0 without
-        gradients."""
+        """Scales the gradients to at most the recipe's norm; returns their global norm before, 0 without gradients."""
         ...
 
     def update(self, rate: float) -> None:
@@ -106,8 +105,8 @@ class Model(FrozenModel[Output], Protocol[Output]):
 
 @dataclass(frozen=True, slots=True)
 class StepModels:
-    """The models that the algorithm needs, as `needs_critic` and `needs_reference` of its section say. A critic returns
-    the value of the text before each predicted token, [n] float32."""
+    """The models that the algorithm needs (`needs_critic`, `needs_reference`). A critic returns the value of the text
+    before each predicted token, [n] float32."""
 
     policy: Model[TokenOutputs]
     critic: Model[torch.Tensor] | None = None
@@ -116,7 +115,7 @@ class StepModels:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """One rank of each data-parallel index, this rank among them: together they hold every micro-batch of an update
+    """One rank of each data-parallel index, including this rank: together they hold every micro-batch of an update
     once. `group` None: there is one index."""
 
     group: dist.ProcessGroup | None = None
@@ -126,7 +125,7 @@ class Peers:
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """Replaces each entry of `values` by the largest one of all peers. Collective."""
+        """Replaces each entry of `values` by its maximum over all peers. Collective."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def _reduced(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -135,17 +134,17 @@ class Peers:
         return values
 
 
-# Router replay, for every backend: whether recorded experts are of the model in training, and who takes them.
+# Router replay, for every backend: checks recorded experts against the model in training and applies them.
 
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """Of a mixture.
+    """The routers of a mixture of experts.
 
     Attributes:
         layers: number of layers with experts.
-        per_token: experts that a token takes in each.
-        experts: of each such layer.
+        per_token: experts per token in each such layer.
+        experts: number of experts of each such layer.
     """
 
     layers: int
@@ -164,7 +163,7 @@ class Routers:
 
 
 def no_routers(what: str) -> ConfigError:
-    """For a model without routers that are known here; `what` names it."""
+    """Error for a model without known routers; `what` names it."""
     return ConfigError(
         explain(
             "trainer.router_replay=rollout",
@@ -175,5 +174,5 @@ def no_routers(what: str) -> ConfigError:
 
 
 def taken(recorded: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """[n, k]: of each token the recorded experts, and the `chosen` ones where nothing was recorded."""
+    """[n, k]: the recorded experts of each token, or the `chosen` ones where nothing was recorded."""
     return torch.where(recorded >= 0, recorded, chosen)

@@ -1,6 +1,6 @@
 """Prepares the updates of a step: passes without gradient, and the token advantages computed from them.
 
-One step may make several updates over the same groups. Everything here is computed with the weights before the first.
+A step may make several updates over the same groups. All values here use the weights before the first update.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from asyncrl.types.metrics import Metric
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """The prepared values of one micro-batch; each tensor is [n] float32, or None where it is not needed.
+    """Prepared values of one micro-batch; each tensor is [n] float32, or None if not needed.
 
     Attributes:
         before_logprobs: log-probabilities under the policy before the step.
-        advantages: replace those of the plan.
+        advantages: replace the plan's.
         returns: targets of the critic.
         token_share: [] float64, 1 / trained tokens of the update on all ranks.
-        fitted: values that corrections have fitted over the update, see `LossInputs`.
-        routed: [L, E] float32. In the pass: how often each expert was chosen; then, for the update on all ranks, by
-            how many of a token's experts.
+        fitted: see `LossInputs`.
+        routed: [L, E] float32. Until `_with_routing`: how often each expert was chosen; then, for the update on all
+            ranks, mean number of a token's experts.
         routed_tokens: [] float64, tokens of the update on all ranks, prompts included.
         sums: (metric, scalar) for the totals of the step.
     """
@@ -52,7 +52,7 @@ class Prepared:
 
 
 class Preparer:
-    """Makes `Prepared` for the micro-batches of a step. Owns the reference's log-probabilities for the next step."""
+    """Computes `Prepared` for the micro-batches of a step. Owns the reference's log-probabilities for the next step."""
 
     def __init__(
         self,
@@ -69,17 +69,16 @@ class Preparer:
         self._advantage = ADVANTAGES[algorithm.advantage]
         self._of_tokens = build_token_advantage(algorithm.advantage)
         self._known: dict[TrajectoryKey, torch.Tensor] = {}
-        """Log-probabilities of the trained tokens under the reference, which `reference_kl` computed for the next step.
-        """
+        """Reference log-probabilities of the trained tokens, computed by `reference_kl` for the next step."""
 
     @torch.no_grad()
     def prepare(
         self, plan: RankPlan, trajectories: Trajectories, corrections: Sequence[tuple[str, Correction]]
     ) -> list[list[Prepared]]:
-        """One for each micro-batch of each update. Collective when a pass is needed.
+        """One `Prepared` per micro-batch of each update. Collective when a pass is needed.
 
         Args:
-            corrections: those of the objective, with their names.
+            corrections: (name, correction) of the objective.
         """
         algorithm = self._algorithm
         fits = [(name, c) for name, c in corrections if isinstance(c, FittedCorrection)]
@@ -89,6 +88,7 @@ class Preparer:
         makes_advantages = self._of_tokens is not None or self._advantage.whitens
         if not (asks_policy or makes_advantages or self._models.reference):
             return [[Prepared()] * len(update) for update in plan.updates]
+        # Later epochs may repeat the same micro-batches, so only distinct updates are prepared.
         distinct, known = self._agree(plan)
         found = []
         for update in plan.updates[:distinct]:
@@ -106,7 +106,7 @@ class Preparer:
 
     @torch.no_grad()
     def reference_kl(self, plan: RankPlan, trajectories: Trajectories) -> dict[TrajectoryKey, float]:
-        """Of every trajectory of this rank; see `TrainBackend`. Collective over ranks."""
+        """Divergence of every trajectory of this rank; see `TrainBackend`. Collective over ranks."""
         if self._models.reference is None:
             raise ValueError("reference_kl was called, and algorithm.kl.coefficient=0 loads no reference")
         self._known, found = {}, {}
@@ -126,15 +126,16 @@ class Preparer:
         return found
 
     def _divergence(self, batch: PackedBatch, reference: torch.Tensor) -> torch.Tensor:
-        """[n]: divergence of the policy that sampled the token from the reference, estimated from that token."""
+        """[n]: divergence of the sampling policy from the reference, estimated from each token."""
         return kl_estimate(batch.behavior_logprobs, reference, self._algorithm.kl.estimator, batch.mask)
 
     def _agree(self, plan: RankPlan) -> tuple[int, bool]:
-        """How many updates differ (the rest are later epochs), and whether every rank knows the reference's
-        log-probabilities already. Collective: all ranks must make the same passes."""
+        """Number of distinct updates (the others are later epochs), and whether every rank already knows the
+        reference's log-probabilities. Collective: all ranks must make the same passes."""
         keys = [[[(s.ordinal, s.index) for s in microbatch] for microbatch in update] for update in plan.updates]
-        # a rank without sequences must not force further passes: to it, updates do not differ and nothing is unknown
+        # a rank without sequences must not force further passes: it reports no distinct updates and nothing unknown
         missing = any(key not in self._known for update in keys for run in update for key in run)
+        # The smallest period of the updates: later epochs may repeat the same micro-batches.
         distinct = next(n for n in range(1, len(keys) + 1) if keys[n:] == keys[:-n])
         agreed = self._peers.largest(torch.tensor([distinct, int(missing)], device=self._device))
         return int(agreed[0]), not bool(agreed[1])
@@ -161,8 +162,7 @@ class Preparer:
         return ready
 
     def _known_logprobs(self, microbatch: Microbatch, batch: PackedBatch) -> torch.Tensor:
-        """The log-probabilities that `reference_kl` computed. A micro-batch that predicts nothing has one
-        placeholder."""
+        """Log-probabilities computed by `reference_kl`. A micro-batch without predictions has one placeholder."""
         parts = [self._known[s.ordinal, s.index] for s in microbatch]
         found = torch.cat([batch.behavior_logprobs[:0], *parts])
         return found if len(found) else torch.zeros_like(batch.behavior_logprobs)
@@ -170,7 +170,7 @@ class Preparer:
     def _with_fitted(
         self, ready: list[Prepared], batches: Sequence[PackedBatch], fits: Sequence[tuple[str, FittedCorrection]]
     ) -> list[Prepared]:
-        """Adds the values that corrections fit over one update; collective."""
+        """Adds the corrections' fitted values of one update; collective."""
         inputs = []
         for prepared, batch in zip(ready, batches, strict=True):
             before = prepared.before_logprobs
@@ -206,7 +206,7 @@ class Preparer:
         return found
 
     def _raw_advantages(self, prepared: Prepared, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Advantages before whitening, and the targets of the critic, if there is one."""
+        """Advantages before whitening, and the targets of the critic, if any."""
         if self._of_tokens is None:
             return batch.advantages, None
         kl, penalties = self._algorithm.kl, None

@@ -1,7 +1,7 @@
-"""Lays the sequences of a micro-batch out in one row, where those of a group may share their prompt.
+"""Lays out the sequences of a micro-batch in one row, where sequences of a group may share their prompt.
 
-A prompt that is computed once gives the same keys, values and hidden states to all responses that follow it, because
-under a causal mask none of these depends on a response. Its gradient is the sum over the responses.
+Under a causal mask a prompt's keys, values and hidden states do not depend on the response, so they are computed once
+for all responses. The prompt's gradient is the sum over the responses.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from asyncrl.types import Trajectory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedRow:
-    """S sequences in a row of N tokens. Without a sequence it has one token, so that a model can read it.
+    """S sequences in a row of N tokens. Without sequences the row has one token, so that a model can read it.
 
     Attributes:
         input_ids, positions: [N] int64; positions are those in the sequences.
         lengths: [S] int64, tokens of each sequence, its prompt included.
         prompt_ends, responses: [S] int64, index in the row of the last token of each prompt, and of the first token of
-            each response, where there is one.
-        rows: [sum of lengths] int64, index in the row of each token of the sequences. None where they lie one behind
-            the other.
+            each response, if any.
+        rows: [sum of lengths] int64, index in the row of each token of the sequences. None if they are contiguous.
     """
 
     input_ids: np.ndarray
@@ -36,7 +35,7 @@ class SharedRow:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], families: Sequence[int]) -> SharedRow:
-        """Sequences of one family share their prompt where it is the same; `families`: [S]."""
+        """Sequences of one family share equal prompts; `families`: [S]."""
         ids, positions, rows = [], [], []
         prompt_ends, responses = [], []
         known: dict[tuple[int, bytes], np.ndarray] = {}
@@ -44,6 +43,7 @@ class SharedRow:
         for trajectory, family in zip(trajectories, families, strict=True):
             prompt, response = trajectory.prompt_ids, trajectory.response_ids
             key = family, prompt.tobytes()
+            # The first sequence with this prompt lays it out; later ones refer to its rows.
             if (its_rows := known.get(key, _NONE)) is _NONE:
                 its_rows = known[key] = np.arange(end, end + len(prompt))
                 ids.append(prompt)
@@ -66,11 +66,10 @@ class SharedRow:
         )
 
     def predictions(self, picks: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """For the picked tokens of each response, [n] int64 each: index in the row of the token before, and of the
-        token itself.
+        """Index in the row of the token before each picked token, and of the token itself; [n] int64 each.
 
         Args:
-            picks: for each sequence the places of the tokens in its response, rising.
+            picks: for each sequence the positions of the tokens in its response, ascending.
         """
         places = np.concatenate([begin + p for begin, p in zip(self.responses, picks, strict=True)])
         ends = np.repeat(self.prompt_ends, [len(p) for p in picks])

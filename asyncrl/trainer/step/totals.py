@@ -13,13 +13,13 @@ from asyncrl.types import TrainMetrics
 from asyncrl.types.metrics import Metric
 
 RETURNS, RETURNS_SQUARED, ERRORS, ERRORS_SQUARED = "_returns", "_returns_squared", "_errors", "_errors_squared"
-"""Sums over the trained tokens from which critic/explained_variance is computed: returns, and returns minus values."""
+"""Sums over the trained tokens behind critic/explained_variance: returns, and returns minus values."""
 
 Sums = Sequence[tuple[str, torch.Tensor]]
 
 
 class StepTotals:
-    """Sums over this rank's micro-batches; nothing is read back from the device before `reduce`."""
+    """Sums over this rank's micro-batches; nothing is copied from the device before `reduce`."""
 
     def __init__(self, device: torch.device) -> None:
         self._counts = torch.zeros(3, dtype=torch.float64, device=device)
@@ -45,8 +45,9 @@ class StepTotals:
     def reduce(
         self, peers: Peers, grad_norms: list[float], lr: float, critic_norms: list[float], skipped_updates: int
     ) -> TrainMetrics:
-        """The same on every rank; collective. `grad_norms`, `critic_norms`: one for each update; none without a
-        critic."""
+        """The metrics, the same on every rank; collective. `grad_norms`, `critic_norms`: one per update; empty without
+        a critic."""
+        # One reduction for all sums: its order is the order of the names, which is the same on every rank.
         totals = peers.add_up(
             torch.cat([self._counts, self._by_lag.flatten(), *(value[None] for value in self._sums.values())])
         )
