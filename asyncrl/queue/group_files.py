@@ -102,7 +102,7 @@ def save_groups(directory: Path, groups: list[TrajectoryGroup]) -> None:
 
 
 def load_groups(directory: Path) -> list[TrajectoryGroup]:
-    """Raises ValueError or what numpy raises: these are not the files of a checkpoint."""
+    """Raises ValueError or numpy's errors: the files are not a checkpoint's."""
     described = _read(directory / "groups.json", _DescribedGroup)
     arrays = _Reader(directory / "groups.npz", STORED)
     return [

@@ -112,7 +112,7 @@ class OffPolicyGuard:
         )
 
     def read(self, record: Mapping[str, float]) -> GuardReading:
-        """The reading of a step from its metrics: those of the training step and `staleness/lag_max`."""
+        """The reading of a step from the metrics of the training step and `staleness/lag_max`."""
         lag_max = int(record[Metric.LAG_MAX])
         severity, worst = self._severity(
             {

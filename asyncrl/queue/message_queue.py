@@ -128,7 +128,7 @@ class MessageQueue(HasLine):
             self._asking.discard(client_id)
         for ticket in tickets:
             self._pacing.begun(ticket.ordinal, self._clock())
-        # The others wait in `_wait` for a change; what this admission left over is theirs.
+        # Wakes the other rollouters, which share the room that is left.
         if self._asking and self._room() >= 1:
             self._notify()
         found = [(t, self._partials.pop(t.ordinal, None)) for t in tickets]

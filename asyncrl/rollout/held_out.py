@@ -18,7 +18,7 @@ from asyncrl.types import EvalResult, Trajectory
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 256
-"""Most responses in progress at once."""
+"""Most responses in progress concurrently."""
 
 Attempt = Callable[[int, int], Awaitable[Trajectory]]
 """(index of the prompt, number of the response) -> the trajectory that the environment returned."""

@@ -19,7 +19,7 @@ ReplicaCause = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUse:
-    """What each replica is doing at one moment.
+    """The activity of all replicas at one moment.
 
     Attributes:
         serving: replicas that take requests; `busy` of them have some.

@@ -25,7 +25,7 @@ REFUSED_S = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionTools:
-    """What the sessions of one rollouter share. `score(response, row)` is awaited outside of any lock. `stop`: texts
+    """The shared state of a rollouter's sessions. `score(response, row)` is awaited outside of any lock. `stop`: texts
     that end a response, in addition to the stop tokens of its sampling parameters."""
 
     client: GenerationClient
