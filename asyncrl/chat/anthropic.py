@@ -112,6 +112,7 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
     said: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
     if calls:
         said["tool_calls"] = calls
+    # A message with tool results only has no further user message.
     return [*results, said] if texts or calls or not results else results
 
 

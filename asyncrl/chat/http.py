@@ -153,6 +153,7 @@ class EventStream(Response):
         except (ClientLeft, OSError):
             pass  # the client disconnected
         finally:
+            # Closing the source aborts the generation behind it.
             await self._events.aclose()
             await self._source.aclose()
 

@@ -171,6 +171,7 @@ class ResponsesReply(Reply):
         place, begun = self._place, {**item, "arguments": "", "status": "in_progress"}
         made = {**item, "arguments": call.arguments, "status": "completed"}
         about = {"item_id": item["id"], **place}
+        # The arguments arrive whole, so one delta carries them.
         name = "response.function_call_arguments"
         events += [
             self._event("response.output_item.added", item=begun, **place),
@@ -182,6 +183,7 @@ class ResponsesReply(Reply):
         return events
 
     def end(self, end: End) -> list[Event]:
+        # A response has at least one item, so an empty answer becomes an empty message.
         events = [] if self._open is not None or self._items else self.text("")
         events += self._close("incomplete" if end.reason == "length" else "completed")
         self._end = end

@@ -87,11 +87,13 @@ async def serve_until(
     grace_s = server.config.timeout_graceful_shutdown or 0
     try:
         await asyncio.wait([watching, serving, stop], return_when=asyncio.FIRST_COMPLETED)
+        # The server must not end by itself: that is an error even without an exception.
         if serving.done() and not stop.done() and not watching.done():
             await serving
             raise RunFailed(explain("answer HTTP requests", "the HTTP server ended by itself", "see the log"))
         if stop.done():
             logger.info("stopping: requests in flight may take %d s", grace_s)
+        # uvicorn finishes the requests in progress within its grace period; the rest is cancelled below.
         server.should_exit = True
         await asyncio.wait([serving], timeout=grace_s + END_TIMEOUT_S)
         if watching.done():

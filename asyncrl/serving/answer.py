@@ -123,6 +123,7 @@ async def answer(
         except Exception as e:  # noqa: BLE001 - task boundary: raised by the consumer of the events
             events.put_nowait(e)
 
+    # Each choice puts its events into one queue, so pieces of all choices are interleaved as they arrive.
     tasks = [asyncio.create_task(run(i), name=f"choice {i}") for i in range(question.num_choices)]
     try:
         left = len(tasks)
@@ -140,6 +141,7 @@ async def answer(
             if isinstance(event, BaseException):
                 raise _explained(event, fleet, question) from event
             left -= isinstance(event, Finished)
+            # `start_by` limits only the first event; from then on the deadline does.
             start_by = math.inf
             yield event
     finally:

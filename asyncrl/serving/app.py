@@ -343,7 +343,7 @@ class Api:
                         replica_id = event.replica_id
                     yield event
         finally:
-            # Also after a disconnect: an answer without a token leaves the waiting ones here.
+            # If no token came, the request still counts as waiting.
             metrics.waiting -= waiting
             if replica_id is not None:
                 self._turns.served(question.request_id, replica_id, time.monotonic())

@@ -234,6 +234,7 @@ class DialectBodies:
         events += self._parts(event.parts)
         if isinstance(event, Finished):
             events += self._reply.end(self._end(event))
+        # No event while a call is generated: a ping keeps proxies from closing the connection.
         now, ping = self._clock(), self._reply.ping
         frames = [frame(data, name) for name, data in events]
         if not frames and now - self._sent_at >= PING_S:

@@ -131,10 +131,12 @@ class Choice:
                 sampled.append(SampledToken(some[0], alone, float(chunk.logprobs[kept]), self._num_characters))
             parts += self._parts_of(self._text_of(some))
             kept += len(some)
+        # Tokens after the end of the response were sampled, but do not count.
         self._extend(chunk.version, kept)
         return Delta(self._index, joined_parts(parts), tuple(ids[:kept]), tuple(sampled), chunk.version, replica_id)
 
     def finish(self, reason: str, *, cached_tokens: int, interruptions: int) -> Finished:
+        # Text that might have begun a stop string is released only now.
         tail = ""
         if not self.stopped:
             tail = self._stops.feed(self._decoder.finish())
@@ -156,6 +158,7 @@ class Choice:
         )
 
     def _text_of(self, ids: list[int]) -> str:
+        # A stop token counts as a token but has no text; below min_tokens it is text like any other.
         self._num_tokens += len(ids)
         if ids[-1] in self._stop_ids and self._num_tokens > self._options.min_tokens:
             if ids[-1] in self._options.stop_token_ids:

@@ -67,5 +67,6 @@ class DiscoveryFile:
             address = f"{self._fleet.address}{replica_path(replica_id)}"
             replicas.append({"id": replica_id, "address": address, "alive": state.alive, **fields})
         content = json.dumps({**asdict(self._fleet), "replicas": replicas}, indent=1)
+        # Readers see the old file or the new one, never a part.
         self._part.write_text(content + "\n", encoding="utf-8")
         self._part.replace(self._path)

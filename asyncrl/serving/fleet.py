@@ -180,6 +180,7 @@ class Fleet:
         reports = [report for report in self.reports if only in (None, report.replica_id)]
         if any(r.alive and r.version is not None for r in reports):
             return None
+        # From the temporary reasons to the permanent one: asleep, before the first publish, down.
         rows = self._replicas.table.rows
         if reports and all(rows[r.replica_id].asleep for r in reports if r.replica_id in rows):
             return "the trainer has its turn on the devices of the replicas: they answer after the next publish"
@@ -201,6 +202,7 @@ class Fleet:
         try:
             while not watching.done():
                 await self.refresh()
+                # A failed request wakes the loop before `refresh_s` is over.
                 wake = asyncio.create_task(self._look_now.wait())
                 await asyncio.wait([wake, watching], timeout=self._refresh_s, return_when=asyncio.FIRST_COMPLETED)
                 wake.cancel()

@@ -74,6 +74,7 @@ def _body(request: type[Served], model: str, schemas: dict[str, Any]) -> dict[st
     made["properties"] = {name: kind if name in made["required"] else _optional(kind) for name, kind in fields.items()}
     unused = {field: {"enum": [None, *values]} for field, values in request.harmless.items()}
     made["properties"] = unused | {field: {} for field in request.information} | made["properties"]
+    # Options of a stream are valid only for a streamed answer.
     if "stream_options" not in request.model_fields:
         return made
     return made | {

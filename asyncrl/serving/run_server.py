@@ -135,6 +135,7 @@ class RunServer:
         try:
             listener = bind(settings.host, port)
         except ConfigError:
+            # A restart asks for its old port; only a recipe with a fixed port requires it.
             if settings.port or not port:
                 raise
             listener = bind(settings.host, 0)
