@@ -46,7 +46,7 @@ class Toolbox:
         self._served: dict[str, tuple[McpServer, McpTool]] = {}
         """Name of a tool -> its MCP server."""
         self.signatures = tuple(map(_signature, self._own_tools))
-        """Of all tools; MCP servers add theirs at `start`."""
+        """Signatures of all tools; `start` adds the MCP tools."""
 
     async def start(self) -> None:
         """Starts the tool processes and the MCP servers, or connects to them.

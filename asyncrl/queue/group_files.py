@@ -66,7 +66,7 @@ class _DescribedCall:
     num_tokens: int
     segments: tuple[Segment, ...]
     finish_reason: FinishReason | None
-    """None stands for abort in older files."""
+    """None in older files means abort."""
     extra: tuple[str, ...] = ()
     rows: tuple[tuple[int, ...], ...] = ()
     """As in `_DescribedSequence`."""

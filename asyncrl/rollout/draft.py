@@ -92,7 +92,7 @@ class Draft:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """They tile `[0, T)`."""
+        """The segments tile `[0, T)`."""
         begun = [0, *(end for end, _, _ in self._ends)]
         return tuple(Segment(start, *source) for start, source in zip(begun, self._ends, strict=False))
 

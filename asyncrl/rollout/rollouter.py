@@ -410,8 +410,8 @@ def _key(ticket: Ticket) -> tuple[int, int]:
 
 
 async def _unless_cancelled(call: Awaitable[T]) -> T:
-    """Awaits a put or a nack. The queue may refuse it because it has just cancelled the ticket: the next admission
-    then has the cancellation, which cancels the task that waits here. Raises LedgerError when none comes."""
+    """Awaits a put or a nack. If the queue refuses it because the ticket was just cancelled, waits until the next
+    admission cancels this task. Raises LedgerError if no cancellation arrives."""
     try:
         return await call
     except LedgerError:
