@@ -1,4 +1,4 @@
-"""Requests and replies of the OpenAI, Responses and Anthropic APIs: one reading, one reply, a dialect each.
+"""Requests and replies of the OpenAI, Responses and Anthropic APIs: one reader, one reply, one dialect per API.
 
 Runs in: rollouter (the agents' endpoint), serving.
 """

@@ -61,7 +61,7 @@ class MessagesRequest(Served):
 
 
 def to_chat(body: object) -> dict[str, Any]:
-    """The chat completion that asks the same. Raises ApiError naming the field."""
+    """The equivalent chat completion. Raises ApiError naming the field."""
     asked = parsed(MessagesRequest, body)
     messages = [made for number, m in enumerate(asked.messages) for made in _messages(number, m)]
     made: dict[str, Any] = {
@@ -88,7 +88,7 @@ def _tool(tool: AnthropicTool) -> dict[str, Any]:
 
 
 def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
-    """One message as those of chat completions: the results of tools in a user's message stand before its text."""
+    """One message as messages of chat completions: tool results of a user's message come before its text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts: list[str] = []
@@ -104,7 +104,7 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "user", "tool_result":
                 text = texts_joined(block.get("content") or "", ("text",), f"{where}.content")
-                text = f"Error: {text}" if block.get("is_error") else text  # chat completions have no such flag
+                text = f"Error: {text}" if block.get("is_error") else text  # chat completions have no error flag
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
             case _, kind:
                 found = f"blocks of type {str(kind)[:40]!r} are not served for {message.role}"
@@ -112,11 +112,12 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
     said: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
     if calls:
         said["tool_calls"] = calls
+    # A message with tool results only has no further user message.
     return [*results, said] if texts or calls or not results else results
 
 
 class MessagesReply(Reply):
-    """The content blocks of a message: text and calls in their order."""
+    """The content blocks of a message: text and calls in order."""
 
     ping = ("ping", {"type": "ping"})
 
@@ -125,7 +126,7 @@ class MessagesReply(Reply):
         self._id = f"msg_{secrets.token_hex(12)}"
         self._blocks: list[dict[str, Any]] = []
         self._pieces: list[str] | None = None
-        """Of the text block that is being written."""
+        """Pieces of the open text block."""
         self._end: End | None = None
 
     def begin(self, prompt_tokens: int) -> list[Event]:
@@ -148,7 +149,7 @@ class MessagesReply(Reply):
             self._about("delta", delta={"type": "input_json_delta", "partial_json": call.arguments}),
             self._about("stop"),
         ]
-        # JSON has no NaN, which Python reads and writes
+        # Python's json reads and writes NaN, which JSON does not have
         self._blocks.append({**begun, "input": json.loads(call.arguments, parse_constant=lambda _: None)})
         return events
 
@@ -186,7 +187,7 @@ class MessagesReply(Reply):
         return "error", error_body(error)
 
     def _close(self) -> list[Event]:
-        """Ends the text block that is being written, if any."""
+        """Ends the open text block, if any."""
         if self._pieces is None:
             return []
         event = self._about("stop")

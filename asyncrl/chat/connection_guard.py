@@ -1,8 +1,9 @@
 """Limits the connections of one HTTP server, and drops clients that exceed the limits.
 
-    accepted --> waits for a request head --> is answered --> all of the answer was taken --> waits for a head ...
+    accepted --> waits for a request head --> is answered --> the client has received the answer --> waits for a head
+    ...
 
-A connection that waits may be closed for a newer one; one that is answered is closed only when its own time is over.
+A waiting connection may be closed for a newer one; an answered one is closed only when its own time is over.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from asyncrl.errors import explain
 logger = logging.getLogger(__name__)
 
 BACKLOG = 128
-"""Connections that may wait to be accepted. One turn of the event loop accepts as many."""
+"""Connections that may wait to be accepted; one turn of the event loop accepts as many."""
 SPARE_CONNECTIONS = 256
-"""For those that wait for a request, beside the requests that are answered."""
+"""Connections that may wait for a request, in addition to the answered requests."""
 _SPARE_DESCRIPTORS = BACKLOG + 128
-"""For connections of one turn, and for whatever else the process opens."""
+"""For connections of one turn, and for other files of the process."""
 _LEAST_CONNECTIONS = 16
 _TELL_EVERY_S = 60.0
 
@@ -52,9 +53,9 @@ REASONS: dict[Reason, str] = {
 class ConnectionLimits:
     """Limits of one server.
 
-    `max_connections`: open at the same time. `response_timeout_s`: from a request's head until the client has received
-    the last byte of its answer. `head_timeout_s`: from the connection, or the end of the previous answer, to the end of
-    a request's head. `stall_timeout_s`: a client that receives nothing of its answer for this long counts as lost.
+    `max_connections`: open concurrently. `response_timeout_s`: from a request's head until the client has received the
+    last byte of its answer. `head_timeout_s`: from the connection, or the end of the previous answer, to the end of a
+    request's head. `stall_timeout_s`: a client that receives no byte of its answer for this long counts as lost.
     """
 
     max_connections: int
@@ -67,7 +68,7 @@ class ConnectionGuard:
     """Counts refusals, logs each reason at most once a minute, and keeps the list of waiting connections.
 
     Args:
-        counts: how often each reason was met.
+        counts: refusals by reason.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class ConnectionGuard:
         self.limits = limits
         self.counts: Counter[Reason] = Counter() if counts is None else counts
         self.waiting: dict[GuardedProtocol, None] = {}
-        """Connections that no request is answered on, in the order in which they began to wait."""
+        """Connections without a request in progress, in the order in which they began to wait."""
         self.quiet = logging.Logger("uvicorn.error", logging.ERROR)
-        """Logger of the connections: uvicorn's warnings are about clients, and are counted here instead."""
+        """Logger of the connections: uvicorn's warnings concern clients, and are counted here instead."""
         self.quiet.parent = logging.getLogger("uvicorn.error")
         self._clock = clock
         self._quiet_until: dict[Reason, float] = {}
@@ -101,8 +102,8 @@ class ConnectionGuard:
             longest.drop("room")
 
     def on_error(self, context: dict[str, Any]) -> bool:
-        """True when an error of the event loop is about a connection that could not be accepted. asyncio would log one
-        for each place of the backlog, every second."""
+        """True if an error of the event loop concerns a connection that could not be accepted. asyncio would log one
+        per place in the backlog, every second."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE) or "socket" not in context:
             return False
@@ -138,13 +139,14 @@ class GuardedProtocol(H11Protocol):
         self.app = self._answer
         self.logger = config.guard.quiet
 
-    # -- what asyncio and uvicorn call ---------------------------------------------------------------------------
+    # -- called by asyncio and uvicorn ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Else the end of an answer waits for an acknowledgement; asyncio sees to sockets that name their protocol only.
+        # Else the end of an answer waits for an acknowledgement; asyncio sets this only for sockets that name their
+        # protocol.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        transport.set_write_buffer_limits(high=0)  # writing is paused until the client, or the kernel, has taken all
+        transport.set_write_buffer_limits(high=0)  # writing pauses until the client or the kernel has taken all bytes
         self._follow()
         if len(self.connections) > self._guard.limits.max_connections:
             self._guard.make_room()
@@ -165,7 +167,7 @@ class GuardedProtocol(H11Protocol):
         self._guard.count("malformed")
         try:
             super().send_400_response(msg)
-        except LocalProtocolError:  # in the middle of an answer
+        except LocalProtocolError:  # during an answer
             self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -181,13 +183,13 @@ class GuardedProtocol(H11Protocol):
     # ------------------------------------------------------------------------------------------------------------
 
     def drop(self, reason: Reason) -> None:
-        """Closes the connection at once, whatever is still to be sent."""
+        """Closes the connection immediately, dropping unsent bytes."""
         self._forget()
         self._guard.count(reason)
         self.transport.abort()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, for which `send` returns when the client, or the kernel, has taken everything."""
+        """The application with a `send` that returns once the client or the kernel has taken all bytes."""
 
         async def send_all(message: Message) -> None:
             await send(message)

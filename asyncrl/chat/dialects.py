@@ -1,4 +1,4 @@
-"""The APIs that are served beside OpenAI's chat completions and completions, by path."""
+"""The APIs served in addition to OpenAI's chat completions and completions, by path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the requests of clients and of agents share: OpenAI's JSON as pydantic models, and their refusals."""
+"""OpenAI's JSON as pydantic models, for requests of clients and of agents, and the errors for refused requests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pydantic_core import PydanticCustomError
 
 from asyncrl.errors import AsyncRLError
 
-# The errors that clients get for requests that are not served, in OpenAI's error schema.
+# Errors of refused requests, in OpenAI's error schema.
 
 
 class ApiError(AsyncRLError):
-    """A request ends with HTTP `status`; `param` names the field that is at fault, `code` is for programs."""
+    """A request fails with HTTP `status`; `param` names the field at fault, `code` is for programs."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class ApiError(AsyncRLError):
 
 
 def bad_field(name: str, found: str, do: str) -> ApiError:
-    """400: the field `name` of the request cannot be served as it stands."""
+    """400: the field `name` of the request cannot be served as it is."""
     return ApiError(400, f"{name}: {found}; {do}", param=name, code="invalid_value")
 
 
@@ -44,10 +44,10 @@ def unsupported(name: str, found: str = "this server does not support it") -> Ap
 
 
 NOT_SERVED = "not_served"
-"""Type of a validation error whose message names a field that is not served."""
+"""Type of a validation error whose message names an unserved field."""
 
 MAX_DEPTH = 64
-"""Levels of lists and objects in the JSON of a request. Serializers, templates and checks of schemas are recursive."""
+"""Most levels of lists and objects in a request: serializers, templates and schema checks are recursive."""
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -61,7 +61,7 @@ def json_value(text: str) -> Any:
         if text.count("[") + text.count("{") <= MAX_DEPTH or _depth(text) <= MAX_DEPTH:
             return value
     except RecursionError:
-        pass  # so many levels that they cannot be read
+        pass  # too deep even to be parsed
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
@@ -82,7 +82,7 @@ Length = Annotated[int, Field(ge=1), WHOLE]
 
 
 class Fields(BaseModel):
-    """Types as JSON has them: true is not 1. A field that is null counts as left out."""
+    """Types as in JSON: true is not 1. A null field counts as left out."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
@@ -93,10 +93,10 @@ class Fields(BaseModel):
 
 
 class Served(Fields):
-    """A whole request. A field that is not served is refused by name, unless its value asks for nothing.
+    """A whole request. An unserved field is refused by name, unless its value has no effect.
 
-    `harmless`: fields that are not served, with the values that ask for nothing. `information`: fields that are taken
-    and unused, because they do not change the answer.
+    `harmless`: unserved fields with their values that have no effect. `information`: fields that are accepted and
+    ignored, because they do not change the answer.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -106,7 +106,7 @@ class Served(Fields):
     @model_validator(mode="before")
     @classmethod
     def _only_what_is_served(cls, body: Any) -> Any:
-        """Leaves out what asks for nothing. Raises ApiError for what is not served."""
+        """Drops fields without effect. Raises ApiError for other unserved fields."""
         known = {name: value for name, value in body.items() if name in cls.model_fields}
         for name, value in body.items():
             if name in known or name in cls.information or value is None:
@@ -119,7 +119,7 @@ class Served(Fields):
 
 
 class TextPart(Fields):
-    """One part of a content that comes in parts."""
+    """One part of a multi-part content."""
 
     type: Literal["text"]
     text: str
@@ -150,7 +150,7 @@ def parsed(model: type[M], body: object) -> M:
 
 
 def _refusal(model: type[BaseModel], error: ValidationError) -> ApiError:
-    last = error.errors(include_url=False)[-1]  # of the forms that a value may have, the last is the most general
+    last = error.errors(include_url=False)[-1]  # among the forms of a value, the last is the most general
     where = _path(last["loc"])
     name = str(last["loc"][0])
     if last["type"] == NOT_SERVED:
@@ -166,7 +166,7 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """messages[1].content; the names that pydantic gives to the forms of a value are left out."""
+    """A path such as messages[1].content, without pydantic's names for the forms of a value."""
     path = str(location[0])
     for part in location[1:]:
         if isinstance(part, int):
@@ -179,10 +179,10 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def asks_for_nothing(value: object, harmless: tuple[Any, ...]) -> bool:
-    """Whether a value is one of `harmless`, as JSON has it: true is not 1."""
+    """Whether a value is one of `harmless`, compared as JSON: true is not 1."""
     return any(value == h and isinstance(value, bool) == isinstance(h, bool) for h in harmless)
 
 
 def short(value: object) -> str:
-    text = reprlib.repr(value)  # looks at the beginning of large and deep values only
+    text = reprlib.repr(value)  # does not traverse large and deep values
     return text if len(text) <= 60 else text[:57] + "..."

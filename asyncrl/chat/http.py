@@ -1,4 +1,4 @@
-"""HTTP without models: reads bodies, checks keys and hosts, streams events, and notices clients that disconnect."""
+"""HTTP without models: reads bodies, checks keys and hosts, streams events, and detects disconnected clients."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ClientLeft(Exception):
 
 
 async def read_json(request: Request, *, timeout_s: float = BODY_TIMEOUT_S) -> object:
-    """The body of `request`. Raises ApiError: not JSON, not said to be, not Unicode, too large, too deep or too
+    """The body of `request`. Raises ApiError: not JSON, not declared as JSON, not Unicode, too large, too deep or too
     slow; ClientLeft.
 
-    Requiring JSON keeps web pages out: a browser sends JSON to another origin only with its permission, which this
-    server never gives. It sends text, forms and bodies without a type unasked.
+    Requiring the JSON content type keeps web pages out: a browser sends JSON to another origin only with permission,
+    which this server never gives. Text, forms and untyped bodies need no permission.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -54,7 +54,7 @@ async def read_json(request: Request, *, timeout_s: float = BODY_TIMEOUT_S) -> o
     try:
         text = body.decode("utf-8-sig")
         value = json_value(text)
-        if re.search(r"\\u[dD]", text):  # a half of a surrogate pair stands for no character: no tokenizer takes it
+        if re.search(r"\\u[dD]", text):  # half of a surrogate pair: no tokenizer accepts it
             json.dumps(value, ensure_ascii=False).encode()
     except ValueError as e:
         raise ApiError(400, f"the body is not JSON: {_reason(e)}", code="invalid_json") from e
@@ -67,22 +67,22 @@ def _reason(error: ValueError) -> str:
 
 
 def key_of(request: Request) -> str:
-    """The key that a request carries, as OpenAI's clients send it or as Anthropic's do; empty without one."""
+    """The key of a request, in the header of OpenAI's or of Anthropic's clients; empty if there is none."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 
 
 def require_key(request: Request, key: str | None) -> None:
-    """Raises ApiError: `key` is set and the request does not carry it. Takes the same time whatever was sent."""
+    """Raises ApiError: `key` is set and the request does not carry it. Runs in constant time."""
     if key is not None and not hmac.compare_digest(key_of(request).encode(), key.encode()):
         raise ApiError(401, "the API key is missing or wrong; send `Authorization: Bearer KEY`", code="invalid_api_key")
 
 
 def require_local_host(request: Request) -> None:
-    """Raises ApiError: the request is for a name that is not this machine's.
+    """Raises ApiError: the request names a host other than this machine.
 
-    A web page can make a browser resolve the page's own host name to this machine (DNS rebinding), and then read the
-    answers. An IP address, or a name that only this machine gives itself, cannot be abused in this way.
+    A web page can make a browser resolve the page's own host name to this machine (DNS rebinding) and then read the
+    answers. IP addresses, and names that only this machine gives itself, are safe.
     """
     host = request.headers.get("host", "localhost").strip().lower()
     name = re.sub(r":\d*$", "", host)
@@ -97,20 +97,20 @@ def require_local_host(request: Request) -> None:
 
 
 def frame(data: Mapping[str, Any], event: str = "") -> str:
-    """A server-sent event with JSON as its data, under a name where the API has names."""
+    """A server-sent event with JSON data, named if `event` is set."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {json.dumps(data)}\n\n"
 
 
 def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> Response:
-    """`body`: in the form of another API than OpenAI's."""
+    """`body`: in the form of an API other than OpenAI's."""
     later = {"retry-after": str(RETRY_AFTER_S)}
     headers = {401: {"www-authenticate": "Bearer"}, 429: later, 503: later}
     return JSONResponse(error.body() if body is None else body, error.status, headers.get(error.status))
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises ClientLeft when the connection closes before; `work` is cancelled then."""
+    """The result of `work`. Raises ClientLeft, after cancelling `work`, if the connection closes first."""
     task = asyncio.create_task(work)
     left = asyncio.create_task(_disconnect(receive))
     try:
@@ -130,11 +130,11 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. A client that leaves ends the stream: its generator is closed.
+    """Server-sent events. If the client disconnects, the stream ends and its generator is closed.
 
     Args:
         events: the frame of each event.
-        source: what `events` is made from. Both are closed when the response ends, however that is.
+        source: the generator behind `events`. Both are closed when the response ends for any reason.
     """
 
     media_type = "text/event-stream"
@@ -151,8 +151,9 @@ class EventStream(Response):
         try:
             await unless_client_leaves(receive, self._send(send))
         except (ClientLeft, OSError):
-            pass  # the client has disconnected
+            pass  # the client disconnected
         finally:
+            # Closing the source aborts the generation behind it.
             await self._events.aclose()
             await self._source.aclose()
 

@@ -1,4 +1,4 @@
-"""Messages and tools as OpenAI's clients send them, for the server of models and for the endpoint of agents. Pure."""
+"""Messages and tools of OpenAI's clients, for the model server and the agent endpoint. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOOLS = 1024
 
 
 def _loaded(arguments: Any) -> Any:
-    """The arguments of a call as an object; clients send them as text."""
+    """The arguments of a call as an object; clients send JSON text."""
     if arguments is None or arguments == "":
         return {}
     try:
@@ -65,7 +65,7 @@ class OfferedTool(Fields):
 
 
 def signatures(tools: Sequence[Mapping[str, Any]]) -> tuple[ToolSignature, ...]:
-    """What a parser needs to know of tools in OpenAI's form, which were checked as `OfferedTool`s."""
+    """Signatures, for parsers, of tools in OpenAI's form that were checked as `OfferedTool`s."""
     found = []
     for tool in tools:
         properties = (tool["function"].get("parameters") or {}).get("properties") or {}
@@ -74,12 +74,12 @@ def signatures(tools: Sequence[Mapping[str, Any]]) -> tuple[ToolSignature, ...]:
 
 
 def for_template(message: Fields) -> dict[str, Any]:
-    """A checked message as chat templates take it: what is unset is left out."""
+    """A checked message for chat templates, without unset fields."""
     return {name: value for name, value in message.model_dump().items() if value is not None}
 
 
 def with_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, each result of a tool with the tool's name, which clients leave out and some templates need."""
+    """The messages with the tool's name added to each tool result: clients omit it, and some templates need it."""
     names: dict[str, str] = {}
     made = []
     for message in messages:

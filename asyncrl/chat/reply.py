@@ -1,7 +1,7 @@
-"""One reply in the form of an API other than chat completions: its events when it is streamed, its body when it is not.
+"""A reply in the form of an API other than chat completions: its events if streamed, else its body.
 
-A dialect is two translations: of its request into a chat completion's, which is then checked and answered like any
-other, and of the reply. Pure.
+A dialect translates its request into a chat completion, which is checked and answered like any other, and translates
+the reply back. Pure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Event = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class MadeCall:
-    """A tool call with the id under which its result comes back. `arguments` is JSON as text."""
+    """A tool call with the id that its result refers to. `arguments`: JSON text."""
 
     id: str
     name: str
@@ -38,8 +38,8 @@ class MadeCall:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """`reason`: stop, length or tool_calls. `stop_string`: the one that ended the text. `version`: of the newest
-    weights that wrote a token."""
+    """`reason`: stop, length or tool_calls. `stop_string`: the stop string that ended the text. `version`: of the
+    newest weights that wrote a token."""
 
     reason: str
     prompt_tokens: int
@@ -50,17 +50,17 @@ class End:
 
 
 class Reply(ABC):
-    """Writes one reply: `begin`, `text` and `call` in order, `end`. Each returns the events of a stream; after `end`,
-    `whole` is the body of an answer that is not streamed."""
+    """Writes one reply: `begin`, `text` and `call` in order, `end`. Each returns stream events; after `end`, `whole` is
+    the body of an unstreamed answer."""
 
     ping: ClassVar[Event | None] = None
-    """The API's event that says nothing, for the time in which a stream has nothing to say; None: the API has none."""
+    """The API's event without content, for pauses of a stream; None: the API has none."""
 
     def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
         """
         Args:
-            model: the name that it is served under.
-            asked: the request's body, which was accepted.
+            model: the served name.
+            asked: the body of the accepted request.
         """
         self._model = model
         self._asked = asked
@@ -87,14 +87,14 @@ class Reply(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """An API beside chat completions.
+    """An API other than chat completions.
 
     Attributes:
         path: of its requests.
-        to_chat: the body of a chat completion that asks the same. Raises ApiError naming the field.
+        to_chat: translates a body to the equivalent chat completion. Raises ApiError naming the field.
         reply: writes the answer.
-        error: an error's body, in answers that are not streams.
-        names: fields of chat completions that are called otherwise here.
+        error: the body of an error, in unstreamed answers.
+        names: this API's names of fields of chat completions, where they differ.
     """
 
     path: str
@@ -104,7 +104,7 @@ class Dialect:
     names: Mapping[str, str]
 
     def renamed(self, error: ApiError) -> ApiError:
-        """The error with this API's name of the field at fault."""
+        """The error with this API's name for the field at fault."""
         name = self.names.get(error.param or "")
         if name is None or error.param is None:
             return error
@@ -118,22 +118,21 @@ def call_id() -> str:
 
 
 def made_call(call: ToolCall, made_id: str) -> MadeCall:
-    """The call as clients get it: its arguments as JSON. Unpaired surrogates, which it may hold, become question
-    marks."""
+    """The call for clients, with arguments as JSON text. Unpaired surrogates become question marks."""
     arguments = json.dumps(call.arguments, ensure_ascii=False).encode(errors="replace").decode()
     return MadeCall(made_id, call.name.encode(errors="replace").decode(), arguments)
 
 
 def text_of(value: Any, where: str) -> str:
-    """The value, which must be text. `where`: its name in the request. Raises ApiError naming it."""
+    """The value, if it is text. Raises ApiError naming `where`, its place in the request."""
     if not isinstance(value, str):
         raise _no_text(value, where)
     return value
 
 
 def texts_joined(content: Any, kinds: Sequence[str], where: str) -> str:
-    """The text of a content that is a string or comes in parts of these types. Raises ApiError naming what is neither;
-    `where`: the name of the content in the request."""
+    """The text of a content that is a string or has parts of these types. Raises ApiError for other content; `where`:
+    its place in the request."""
     if not isinstance(content, list):
         return text_of(content, where)
     texts = []
@@ -151,7 +150,7 @@ def _no_text(value: Any, where: str) -> ApiError:
 
 
 def with_system(text: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages after a system's message of `text`, which becomes one with theirs."""
+    """The messages after a system message of `text`, merged with their own system message."""
     if not text:
         return messages
     if messages and messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):
@@ -166,12 +165,12 @@ def written_parts(reply: Reply, parts: Sequence[str | MadeCall]) -> list[Event]:
 
 
 def call_body(call: MadeCall) -> dict[str, Any]:
-    """A call as messages of the assistant have it."""
+    """A call in the form of assistant messages."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def head(prefix: str, kind: str, model: str, request_id: str = "") -> dict[str, Any]:
-    """What every body begins with. Its id is `prefix` and that of the request, or a random one."""
+    """The common start of all bodies. The id is `prefix` and the request's id, or a random one."""
     made_id = f"{prefix}-{request_id or secrets.token_hex(12)}"
     return {"id": made_id, "object": kind, "created": int(time.time()), "model": model}
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API as a dialect of chat completions. Nothing is stored: a conversation is sent as a whole. Pure.
+"""OpenAI's Responses API as a dialect of chat completions. Stateless: a conversation is sent as a whole. Pure.
 
 Source: https://platform.openai.com/docs/api-reference/responses
 """
@@ -69,7 +69,7 @@ class ResponsesRequest(Served):
 
 
 def to_chat(body: object) -> dict[str, Any]:
-    """The chat completion that asks the same. Raises ApiError naming the field."""
+    """The equivalent chat completion. Raises ApiError naming the field."""
     asked = parsed(ResponsesRequest, body)
     choice = asked.tool_choice
     made: dict[str, Any] = {
@@ -93,8 +93,8 @@ def to_chat(body: object) -> dict[str, Any]:
 
 
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages: the text and the calls of one turn of the assistant become one message. Raises ApiError naming
-    the item."""
+    """Items as messages; the text and the calls of one assistant turn become one message. Raises ApiError naming the
+    item."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     made: list[dict[str, Any]] = []
@@ -124,8 +124,8 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _turn(made: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end of these; it is begun where another's is. Its `content` is a list of texts,
-    joined when all items are read: a turn may have very many."""
+    """The assistant's message at the end of `made`, appended if another role is last. Its `content` is a list of texts,
+    joined after the last item since a turn may have very many."""
     if not made or made[-1]["role"] != "assistant":
         made.append({"role": "assistant", "content": []})
     return made[-1]
@@ -136,7 +136,7 @@ def _tool(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponsesReply(Reply):
-    """The items of a response; text before, between and after calls is a message of its own."""
+    """The items of a response. Text before, between and after calls forms separate messages."""
 
     def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
         super().__init__(model, asked)
@@ -144,13 +144,13 @@ class ResponsesReply(Reply):
         self._created_at = int(time.time())
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
-        """The message that is being written."""
+        """The open message."""
         self._pieces: list[str] = []
         self._number = 0
         self._end: End | None = None
 
     def begin(self, prompt_tokens: int) -> list[Event]:
-        del prompt_tokens  # the usage comes at the end
+        del prompt_tokens  # reported at the end
         body = self.whole()
         return [self._event(f"response.{name}", response=body) for name in ("created", "in_progress")]
 
@@ -171,6 +171,7 @@ class ResponsesReply(Reply):
         place, begun = self._place, {**item, "arguments": "", "status": "in_progress"}
         made = {**item, "arguments": call.arguments, "status": "completed"}
         about = {"item_id": item["id"], **place}
+        # The arguments arrive whole, so one delta carries them.
         name = "response.function_call_arguments"
         events += [
             self._event("response.output_item.added", item=begun, **place),
@@ -182,6 +183,7 @@ class ResponsesReply(Reply):
         return events
 
     def end(self, end: End) -> list[Event]:
+        # A response has at least one item, so an empty answer becomes an empty message.
         events = [] if self._open is not None or self._items else self.text("")
         events += self._close("incomplete" if end.reason == "length" else "completed")
         self._end = end
@@ -230,7 +232,7 @@ class ResponsesReply(Reply):
         return {"item_id": self._open["id"], "content_index": 0, **self._place}
 
     def _close(self, status: str = "completed") -> list[Event]:
-        """Ends the message that is being written, if any."""
+        """Ends the open message, if any."""
         if self._open is None:
             return []
         text, place, content = "".join(self._pieces), self._place, self._content

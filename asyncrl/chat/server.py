@@ -1,4 +1,4 @@
-"""Runs the HTTP server beside the watch over the fleet: when one ends, both end."""
+"""Runs the HTTP server concurrently with the watch over the fleet: when one ends, both end."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from asyncrl.errors import ConfigError, RunFailed, explain
 logger = logging.getLogger("asyncrl.commands.serve")
 
 END_TIMEOUT_S = 3.0
-"""Time that the server has beyond its grace period to end the requests in progress."""
+"""Time to end the requests in progress, after the server's grace period."""
 
 
 def bind(host: str, port: int, *, keys: str = "rollout.serve.") -> socket.socket:
-    """A socket on that address, where clients may already queue. Raises ConfigError, naming the keys with this prefix:
-    the address is taken, or not of this machine."""
+    """A socket bound to that address, where clients may already queue. Raises ConfigError naming the keys with this
+    prefix: the address is taken, or not of this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -31,7 +31,7 @@ def bind(host: str, port: int, *, keys: str = "rollout.serve.") -> socket.socket
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(BACKLOG)  # a port that another process listens on is refused only here
+        listener.listen(BACKLOG)  # fails here if another process listens on the port
     except OSError as e:
         do = f"choose another {keys}port (0 takes a free one) or {keys}host"
         raise ConfigError(explain(f"{keys}host={host} {keys}port={port}", str(e), do)) from e
@@ -39,7 +39,7 @@ def bind(host: str, port: int, *, keys: str = "rollout.serve.") -> socket.socket
 
 
 def address_of(listener: socket.socket) -> str:
-    """The URL of a bound socket, by this machine's name where it listens on all addresses."""
+    """The URL of a bound socket; with this machine's name if it listens on all addresses."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
@@ -47,12 +47,12 @@ def address_of(listener: socket.socket) -> str:
 
 
 def is_local(listener: socket.socket) -> bool:
-    """Only this machine can connect."""
+    """Whether only this machine can connect."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 class Server(uvicorn.Server):
-    """Serves `app` under the limits of `guard`. Leaves signals to the program that it serves in."""
+    """Serves `app` under the limits of `guard`. Installs no signal handlers."""
 
     def __init__(self, app: Any, guard: ConnectionGuard, *, grace_s: int) -> None:
         super().__init__(GuardedConfig(app, guard, grace_s=grace_s))
@@ -82,16 +82,18 @@ async def serve_until(
 ) -> None:
     """Runs the HTTP server and the watch over the fleet until `stop` is done, then ends both.
 
-    Raises the error that ended one of them before `stop`; RunFailed when the server ended without an error.
+    Raises the error that ended either before `stop`; RunFailed if the server ended without an error.
     """
     grace_s = server.config.timeout_graceful_shutdown or 0
     try:
         await asyncio.wait([watching, serving, stop], return_when=asyncio.FIRST_COMPLETED)
+        # The server must not end by itself: that is an error even without an exception.
         if serving.done() and not stop.done() and not watching.done():
             await serving
             raise RunFailed(explain("answer HTTP requests", "the HTTP server ended by itself", "see the log"))
         if stop.done():
             logger.info("stopping: requests in flight may take %d s", grace_s)
+        # uvicorn finishes the requests in progress within its grace period; the rest is cancelled below.
         server.should_exit = True
         await asyncio.wait([serving], timeout=grace_s + END_TIMEOUT_S)
         if watching.done():

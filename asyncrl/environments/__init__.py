@@ -1,8 +1,8 @@
-"""Environments by name: they turn a prompt into a trajectory. Tools and the agent endpoint are among them.
+"""Environments by name. They turn a prompt into a trajectory; tools and the agent endpoint are among them.
 
 Runs in: rollouter.
 
-Importing the package imports no environment: tool processes lie below it and start often.
+Importing the package imports no environment, since tool processes import it and start often.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ ENVIRONMENTS: dict[str, Callable[[Recipe, Chat], Environment]] = {
 
 
 def build_environment(recipe: Recipe, chat: Chat) -> Environment:
-    """The environment that `rollout.environment` names; a custom one, `package.module:Name`, is called without
-    arguments. One that is `Managed` must be started, and closed at the end.
+    """The environment that `rollout.environment` names. A custom one, `package.module:Name`, is called without
+    arguments. A `Managed` environment must be started, and closed at the end.
 
-    Raises ConfigError: unknown name, nothing that can be imported or made, no `run`, or settings that it cannot use.
+    Raises ConfigError: unknown name, failed import or construction, no `run`, or settings that it cannot use.
     """
     name = recipe.rollout.environment
     made: Any = resolve("rollout.environment", name, ENVIRONMENTS)
@@ -88,9 +88,10 @@ def build_environment(recipe: Recipe, chat: Chat) -> Environment:
 
 
 def check_environment(recipe: Recipe) -> None:
-    """Raises ConfigError where `build_environment` would, or for a missing package; needs no tokenizer."""
+    """Raises ConfigError as `build_environment`, and for a missing package; needs no tokenizer."""
     name = recipe.rollout.environment
     made: Any = resolve("rollout.environment", name, ENVIRONMENTS)
+    # Each check is imported only if its environment is named: the packages behind them are optional.
     if name in ("tool_use", "interleaved_tool_use"):
         from asyncrl.environments.toolbox import check_tools
 
@@ -122,7 +123,7 @@ def _custom(name: str, made: Callable[[], Any]) -> Environment:
 
 
 def prompt_tools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ToolPrompt | None:
-    """The tools that every prompt of the recipe names; None without any. Blocks while it asks MCP servers for theirs.
+    """The tools that every prompt of the recipe describes; None without tools. Blocks on requests to MCP servers.
     Raises ConfigError."""
     if recipe.rollout.environment == "interleaved_tool_use":
         from asyncrl.environments.interleaved_tool_use import interleaved_prompt

@@ -1,7 +1,7 @@
-"""An agent written against an OpenAI client is the environment: the policy answers its requests, which are recorded.
+"""Environments that are agents written against an OpenAI client: the policy answers their requests, which are recorded.
 
-The agent is `async def agent(base_url: str, api_key: str, task: Task) -> str | None`, or a program (`AgentProgram`).
-What it returns is judged by the reward; None stands for the text of the last reply.
+An agent is `async def agent(base_url: str, api_key: str, task: Task) -> str | None`, or a program (`AgentProgram`). The
+reward judges its result; None stands for the text of the last reply.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_CONNECTIONS = 4096
-"""Of all agents together. Those that are idle are closed first."""
+"""Open connections of all agents together. Idle ones are closed first."""
 
 Agent = Callable[[str, str, Task], Awaitable[str | None]]
 
 
 def load_agent(config: AgentConfig) -> Agent:
-    """Raises ConfigError: neither a function nor a command is set, the function cannot be imported or is no such
-    function, or this machine does not have the program."""
+    """Raises ConfigError: neither a function nor a command is set, the function cannot be imported or has another form,
+    or the program is not on this machine."""
     if config.command:
         asked = f"rollout.agent.command={config.command}"
         if shutil.which(config.command[0]) is None:
@@ -58,7 +58,7 @@ def load_agent(config: AgentConfig) -> Agent:
 
 
 class AgentEndpoint:
-    """Owns the endpoint that agents ask, and records what each of them asks."""
+    """Owns the endpoint of the agents, and records the requests of each agent."""
 
     def __init__(self, recipe: Recipe, chat: Chat, max_turns: TurnLimit) -> None:
         self._config = recipe.rollout.agent
@@ -69,7 +69,7 @@ class AgentEndpoint:
         self._server: AgentServer | None = None
 
     async def start(self) -> None:
-        """Returns when it listens. Raises ConfigError, DeadlineExceeded, ProcessDied."""
+        """Returns once the endpoint listens. Raises ConfigError, DeadlineExceeded, ProcessDied."""
         from asyncrl.chat.connection_guard import ConnectionLimits, connections_that_fit
         from asyncrl.environments.agent_server import AgentServer
 
@@ -87,15 +87,15 @@ class AgentEndpoint:
     async def run(
         self, name: str, session: Session, agent: Callable[[str, str], Awaitable[T]]
     ) -> tuple[AgentSession, T | None]:
-        """What the agent asked, and what it returned: None also where it raised after a limit was reached.
+        """The agent's recorded requests and its result; None also if it raised after a limit was reached.
 
         Args:
             name: of the agent, for messages.
             agent: called with the base URL and the key of the trajectory.
         Raises:
-            GenerationError: a generation failed, however the agent took that.
-            ValueError: the agent made no request that was answered.
-            Exception: what the agent raises.
+            GenerationError: a generation failed, even if the agent handled the error.
+            ValueError: no request of the agent was answered.
+            Exception: the agent's error.
         """
         assert self._server is not None, "start comes first"
         every = self._config.train == "all_branches"
@@ -107,11 +107,13 @@ class AgentEndpoint:
             except BaseException as error:
                 task_now = asyncio.current_task()
                 if isinstance(error, asyncio.CancelledError) and task_now is not None and task_now.cancelling():
-                    raise  # the attempt was cancelled
+                    raise  # our own cancellation, not the agent's
+                # A failed generation takes precedence over the agent's own error, which it likely caused.
                 if recorded.failure is not None:
                     raise recorded.failure from None
                 if not recorded.cut:
                     raise
+        # From here on, requests of tasks that the agent left running are refused.
         recorded.close()
         if recorded.failure is not None:
             raise recorded.failure
@@ -121,12 +123,11 @@ class AgentEndpoint:
 
 
 class AgentEnvironment:
-    """Agents that are functions run side by side in the rollouter's event loop, and must not block it.
+    """Runs agents that are functions concurrently in the rollouter's event loop, which they must not block.
 
-    The trajectory is the branch of the agent's last request, with the others as its branches where all are trained; its
-    parts `agent_requests` and `agent_branches` count requests and branches. An agent that raises fails the attempt,
-    unless it was told before that a limit of turns or length was reached; such a trajectory ends with finish_reason
-    "length".
+    The trajectory is the branch of the agent's last request, plus the others as its branches if all are trained. Its
+    parts `agent_requests` and `agent_branches` count both. An agent that raises fails the attempt, unless it had been
+    refused a request because of a limit of turns or length: such a trajectory has finish_reason "length".
     """
 
     def __init__(self, recipe: Recipe, chat: Chat) -> None:

@@ -1,4 +1,4 @@
-"""Agents that are programs: a process of its own for each trajectory, in whatever language, container or machine."""
+"""Agents that are programs in any language: one process per trajectory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from asyncrl.workers.orphan_reaper import OrphanReaper
 from asyncrl.workers.sandbox.process_tree import kill_group
 
 MAX_ANSWER_BYTES = 1 << 20
-"""Of the end of the standard output, which is the answer."""
+"""Longest answer: the end of the standard output."""
 _SHOWN_BYTES = 4000
-"""Of the end of the standard error, in messages."""
+"""Bytes at the end of the standard error that messages show."""
 _LEAVE_S = 5.0
-"""Time to end after SIGTERM, then the process group is killed; after an exit, for the output to end."""
+"""Time to exit after SIGTERM, before SIGKILL to the process group; after an exit, time for the output to end."""
 _POLL_S = 0.05
 _AFTER_A_LINE = ("/bin/sh", "-c", 'read -r line && exec "$@"', "sh")
-"""Becomes the program that follows once a line is on its standard input, or ends with that: who is killed while it
-starts a program, before the reaper knows of it, leaves none."""
+"""Waits for a line on standard input, then execs the program that follows. If the rollouter is killed before the reaper
+knows the process, the line never comes and the process exits."""
 
 
 class AgentProgram:
-    """Starts the program for a trajectory, as an agent that is a function is called. Owns the processes.
+    """Starts the program for each trajectory, with the interface of an agent function. Owns the processes.
 
     The program gets the task as JSON on its standard input, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY in its environment, which is otherwise that of the rollouter. It leads a process group, which gets
@@ -35,7 +35,7 @@ class AgentProgram:
     """
 
     def __init__(self, command: Sequence[str], max_programs: int) -> None:
-        """`max_programs`: that run at the same time; others wait."""
+        """`max_programs`: that run concurrently; further ones wait."""
         self._command = tuple(command)
         self._places = asyncio.Semaphore(max_programs)
         self._endings: set[asyncio.Task[None]] = set()
@@ -46,7 +46,7 @@ class AgentProgram:
         self._reaper = OrphanReaper()
 
     async def close(self) -> None:
-        """Kills what runs. Idempotent."""
+        """Kills the running programs. Idempotent."""
         for process in self._running:
             kill_group(process.pid)
         for ending in self._endings:
@@ -56,11 +56,12 @@ class AgentProgram:
             self._reaper.close()
 
     async def __call__(self, base_url: str, api_key: str, task: Task) -> str | None:
-        """Its standard output without blanks around it; None when it wrote nothing.
+        """The standard output, stripped; None if empty.
 
-        It has ended with its own exit: what it leaves running in its process group is killed then.
+        Ends when the program exits; the rest of its process group is then killed.
 
-        Raises ProcessDied: it cannot be started, ended with another exit code than 0, or left a process outside of its
+        Raises ProcessDied: the program cannot be started, exited with a code other than 0, or left a process outside
+        its group that holds its output open.
         group that holds its output open.
         """
         async with self._places:
@@ -71,7 +72,7 @@ class AgentProgram:
                 _send(process.stdin, b"\n" + _task_json(task)),
             )
             try:
-                # not process.wait(): up to Python 3.12 it also waits for whoever else holds the pipes
+                # not process.wait(): up to Python 3.12 it also waits for every other holder of the pipes
                 while (code := process.returncode) is None:  # noqa: ASYNC110 - asyncio has no event for it
                     await asyncio.sleep(_POLL_S)
                 kill_group(process.pid)
@@ -110,7 +111,7 @@ class AgentProgram:
         return process
 
     def _leave(self, process: asyncio.subprocess.Process) -> None:
-        """Ends the process and its group without a wait: whoever cancels a trajectory waits for a second only."""
+        """Ends the process and its group without waiting: the cancellation of a trajectory may take only a second."""
         ending = asyncio.create_task(self._end(process), name=f"end of agent {process.pid}")
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
@@ -124,7 +125,7 @@ class AgentProgram:
                     async with asyncio.timeout(_LEAVE_S):
                         await process.wait()
         finally:
-            kill_group(process.pid)  # what it has started, too
+            kill_group(process.pid)  # and its children
             self._running.discard(process)
             if self._reaper is not None:
                 self._reaper.forget(process.pid)
@@ -137,7 +138,7 @@ class AgentProgram:
 
 
 def _task_json(task: Task) -> bytes:
-    """What the program is told. The ground truth is not in it."""
+    """The program's input, without the ground truth."""
     row = task.row
     messages = [{"role": message.role, "content": message.content} for message in row.messages]
     told = {"messages": messages, "data_source": row.data_source, "extra": dict(row.extra)}
@@ -146,7 +147,7 @@ def _task_json(task: Task) -> bytes:
 
 async def _send(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
     assert pipe is not None
-    with suppress(OSError):  # a program need not read its task
+    with suppress(OSError):  # the program may exit without reading its task
         pipe.write(data)
         await pipe.drain()
     pipe.close()

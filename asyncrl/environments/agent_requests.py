@@ -1,5 +1,5 @@
-"""The requests of an agent at `/v1/chat/completions` and the answers to them, in OpenAI's JSON; those in a dialect are
-made into them and from them. Pure.
+"""Requests of an agent at `/v1/chat/completions` and the answers, in OpenAI's JSON. Requests in other dialects are
+translated to and from this form. Pure.
 
 The recipe decides how tokens are sampled, so that training sees the distribution that it assumes: temperature, top_p,
 seed and the like are accepted and ignored. Fields that would change the answer in other ways (n, stop, a forced tool, a
@@ -22,7 +22,7 @@ from asyncrl.chat.reply import DONE, End, MadeCall, Reply, head, made_call, usag
 from asyncrl.data.tool_calls import Call, ToolCall, ToolSignature
 
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
-    # fields that would change the answer, with the values that ask for nothing
+    # fields that would change the answer, with the values that have no effect
     "n": (1,),
     "stop": ([], ""),
     "logprobs": (False,),
@@ -39,8 +39,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """`messages` and `tools`: JSON in a form in which what means the same is the same. `max_tokens` None: the
-    recipe's."""
+    """`messages` and `tools`: JSON in a canonical form. `max_tokens` None: the recipe's."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
@@ -55,7 +54,7 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True)
 class AgentReply:
-    """`message`: the assistant's, as the agent should send it back. `finish_reason`: OpenAI's."""
+    """`message`: the assistant's, as the agent should send it back. `finish_reason`: as OpenAI's."""
 
     message: dict[str, Any]
     finish_reason: str
@@ -80,7 +79,7 @@ class _StreamOptions(Fields):
 
 
 class _Body(Fields):
-    """The fields that an agent can set; others are taken and unused."""
+    """The fields that an agent can set; others are ignored."""
 
     messages: list[_Message] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "..."}]])
     tools: list[OfferedTool] = Field([], fail_fast=True, examples=[[{"type": "function", "function": {"name": "..."}}]])
@@ -118,7 +117,7 @@ def reply_message(text: str, calls: Sequence[Call], number: int) -> dict[str, An
         "content": before,
         "tool_calls": [
             {
-                # the same in a replay; some templates want nine characters
+                # deterministic, for replays; some templates want nine characters
                 "id": f"call{number % 1000:03d}{index % 100:02d}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": dict(call.arguments)},
@@ -146,7 +145,8 @@ def whole(reply: AgentReply, model: str) -> dict[str, Any]:
 
 
 def streamed(reply: AgentReply, model: str, *, include_usage: bool) -> Iterator[str]:
-    """The frames of a streamed answer: it is whole before the first is sent, since a call is known at its end."""
+    """The frames of a streamed answer. The answer is complete before the first frame, since a call is known only at its
+    end."""
     start = head("chatcmpl", "chat.completion.chunk", model)
     message = _wire(reply.message)
     for index, call in enumerate(message.get("tool_calls", ())):
@@ -160,14 +160,14 @@ def streamed(reply: AgentReply, model: str, *, include_usage: bool) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class InDialect:
-    """An answer as a body, and as the frames of a stream."""
+    """An answer as one body, and as stream frames."""
 
     whole: dict[str, Any]
     frames: tuple[str, ...]
 
 
 def in_dialect(reply: AgentReply, writer: Reply) -> InDialect:
-    """The answer as `writer` writes it."""
+    """The answer in the dialect of `writer`."""
     parts: list[str | MadeCall] = [reply.message["content"]] if reply.message["content"] else []
     for call in reply.message.get("tool_calls", ()):
         function = call["function"]
@@ -178,7 +178,7 @@ def in_dialect(reply: AgentReply, writer: Reply) -> InDialect:
 
 
 def _wire(message: Mapping[str, Any]) -> dict[str, Any]:
-    """With the arguments of calls as text, which is how clients read them; null for no content beside calls."""
+    """The message as clients read it: arguments of calls as text, null for empty content of a message with calls."""
     made = dict(message)
     if "tool_calls" in made:
         made["content"] = made["content"] or None

@@ -1,5 +1,5 @@
-"""The HTTP side of agents: one server where the recipe says, with one key per trajectory. The time limit of a
-trajectory also limits its requests."""
+"""The HTTP side of agents: one server at the recipe's address, one key per trajectory. The time limit of a trajectory
+also limits its requests."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ logger = logging.getLogger(__name__)
 
 MODEL = "policy"
 KEY_HEADER = "x-trajectory-key"
-"""Carries the key for clients whose own key is the same for all trajectories; it goes before that one."""
+"""Carries the trajectory's key, for clients whose own key is the same for all trajectories. Takes precedence."""
 _START_S, _STOP_S = 30.0, 3.0
 _CLIENT_LEFT = 499
 
 
 class AgentServer:
-    """`url` is the base URL for OpenAI clients, as agents reach it.
+    """`url`: the base URL for OpenAI clients, as agents reach it.
 
     Args:
-        config: where it listens, and what agents are told.
-        limits: of its connections, whoever opens them.
+        config: the address to listen on, and the address that agents are given.
+        limits: of its connections.
     """
 
     def __init__(self, config: AgentConfig, limits: ConnectionLimits) -> None:
@@ -61,8 +61,8 @@ class AgentServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when it listens. Raises ConfigError: the address is taken, or not of this machine; DeadlineExceeded,
-        ProcessDied."""
+        """Returns once the server listens. Raises ConfigError: the address is taken or not of this machine;
+        DeadlineExceeded, ProcessDied."""
         config = self._config
         listener = bind(config.host, config.port, keys="rollout.agent.")
         self._for_this_machine = is_local(listener) and not config.advertise
@@ -80,7 +80,7 @@ class AgentServer:
                 await asyncio.sleep(0.005)
 
     async def close(self) -> None:
-        """Ends it and what it is answering. Idempotent."""
+        """Ends the server and its unfinished answers. Idempotent."""
         if self._server is None or self._serving is None:
             return
         self._server.should_exit = True
@@ -90,7 +90,7 @@ class AgentServer:
 
     @contextmanager
     def open(self, session: AgentSession) -> Iterator[str]:
-        """The key under which the session is answered."""
+        """Yields a key; requests with it belong to the session."""
         key = secrets.token_urlsafe(24)
         self._sessions[key] = session
         try:
@@ -107,7 +107,7 @@ class AgentServer:
         return app
 
     async def _reply(self, dialect: Dialect | None, request: Request) -> Response:
-        """Answers a chat completion, or what asks the same in a dialect."""
+        """Answers a chat completion, or its equivalent in a dialect."""
         session: AgentSession | None = None
         try:
             session = self._session(request)
@@ -125,7 +125,7 @@ class AgentServer:
             return _refused(error, dialect)
         except ClientLeft:
             return Response(status_code=_CLIENT_LEFT)
-        except Exception as error:  # task boundary: the agent gets it as an answer, and its trajectory fails
+        except Exception as error:  # task boundary: the agent gets an error answer, and its trajectory fails
             logger.exception("a request of an agent failed")
             if session is not None:
                 session.failure = error
@@ -143,7 +143,7 @@ class AgentServer:
         if self._for_this_machine:
             require_local_host(request)
         key = request.headers.get(KEY_HEADER) or key_of(request)
-        found = self._sessions.get(key)  # the keys are random and live as long as a trajectory
+        found = self._sessions.get(key)  # keys are random and live as long as their trajectory
         if found is None:
             raise ApiError(401, "the API key belongs to no trajectory that is running", code="invalid_api_key")
         return found

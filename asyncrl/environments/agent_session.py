@@ -20,8 +20,8 @@ from asyncrl.types import Generation, Trajectory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
-    """A conversation after a reply: `messages`, the reply included, are the text of its token ids. `parent`: the node
-    that the request continued; None: it began a conversation."""
+    """A conversation after a reply. `messages`, including the reply, are the text of its token ids. `parent`: the node
+    that the request continued; None for the start of a conversation."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
@@ -33,7 +33,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class TurnLimit:
-    """The most requests of one trajectory, and the key of the recipe that says so."""
+    """The most requests of one trajectory, and the recipe's key for the limit."""
 
     requests: int
     key: str
@@ -42,12 +42,12 @@ class TurnLimit:
 class AgentSession:
     """Answers the requests of one agent and records them as a tree.
 
-    A request whose messages begin with those of an earlier request and its reply continues from the token ids of that
-    reply; of several, from the longest. The further messages are text of the environment. Any other request begins a
-    branch of its own, or one that forks off an earlier reply. A branch ends at a reply that nothing continues. That of
-    the last request is the trajectory.
+    A request whose messages begin with an earlier request and its reply continues from the token ids of that reply (the
+    longest such). Its further messages are text of the environment. Any other request starts a new branch, possibly
+    forked off an earlier reply. A branch ends at a reply that no request continues. The trajectory is the branch of the
+    last request.
 
-    Requests are answered one after another, in the order in which they arrive.
+    Requests are answered one at a time, in order of arrival.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AgentSession:
         *,
         all_branches: bool = False,
     ) -> None:
-        """`all_branches`: the trajectory has the other branches, too."""
+        """`all_branches`: the trajectory includes the other branches."""
         self._session = session
         self._all_branches = all_branches
         self._limits = limits
@@ -70,28 +70,28 @@ class AgentSession:
         self._closed = False
         self.num_requests = 0
         self.cut = False
-        """A request was refused because of a limit: of turns, or of length."""
+        """A request was refused because of a limit of turns or of length."""
         self.failure: Exception | None = None
-        """The error of generation, if any. It fails the trajectory however the agent reacts to the error answer."""
+        """The error of generation, if any. It fails the trajectory even if the agent handles the error answer."""
 
     @property
     def last(self) -> _Node | None:
         return self._nodes[-1] if self._nodes else None
 
     def close(self) -> None:
-        """The agent has returned: what it left under way is answered with an error, and is in no trajectory."""
+        """The agent has returned: its unfinished requests get errors, and are not in the trajectory."""
         self._closed = True
 
     def last_text(self) -> str:
-        """Of the last reply, with nothing but its text."""
+        """The last reply's text, without calls and special tokens."""
         assert self._nodes, "no request was answered"
         return self._session.decode(self._nodes[-1].last.token_ids)
 
     def trajectory(self, result: RewardResult) -> Trajectory:
         """The branch of the last request. Its parts count requests and branches.
 
-        With `all_branches` each other branch is there with the replies that no branch before it has. Its prompt is what
-        the first of them answered.
+        With `all_branches` each further branch has only the replies that no earlier branch has, and the prompt of the
+        first of these replies.
         """
         assert self._nodes, "no request was answered"
         branches = self._branches()
@@ -102,8 +102,8 @@ class AgentSession:
         return replace(trajectory, branches=tuple(map(_recorded, branches[1:])))
 
     def _branches(self) -> list[list[_Node]]:
-        """The replies of each branch without those of the branches before it: of the last request's, then of the
-        others in the order of their ends. Every reply is in exactly one of them."""
+        """The replies of each branch without the replies of earlier branches: first the branch of the last request,
+        then the others in order of their ends. Every reply is in exactly one branch."""
         inner = {id(node.parent) for node in self._nodes}
         leaves = [node for node in self._nodes if id(node) not in inner]
         found, taken = [], set[int]()
@@ -124,6 +124,7 @@ class AgentSession:
                 found = f"{self.num_requests} requests were made, {self._max_turns.key}={self._max_turns.requests}"
                 raise ApiError(400, f"{found}; end here", code="max_turns")
             self.num_requests += 1
+            # Find the place in the tree, and check its room before anything is sampled.
             parent = self._continued(request)
             conversation, prompt_tokens = self._placed(request, parent)
             room = self._limits.room(prompt_tokens, conversation.num_response_tokens)
@@ -138,6 +139,7 @@ class AgentSession:
             except GenerationError as error:
                 self.failure = error
                 raise ApiError(500, f"the generation failed: {error}", code="generation_failed") from error
+            # The agent may have returned during the generation: a reply that nobody reads must not be trained.
             if self._closed:
                 raise ApiError(409, "the agent of this conversation has returned")
             conversation.add_response(made)
@@ -150,8 +152,8 @@ class AgentSession:
             return AgentReply(message, reason, len(asked), len(made.token_ids), made.segments[-1].version)
 
     def _placed(self, request: AgentRequest, node: _Node | None) -> tuple[Conversation, int]:
-        """The conversation up to where the reply begins, and the tokens of its prompt. `node`: which the request
-        continues. Raises ApiError."""
+        """The conversation up to the start of the reply, and the number of its prompt tokens. `node`: continued by the
+        request. Raises ApiError."""
         chat = self._session.chat
         try:
             if node is None:
@@ -165,7 +167,7 @@ class AgentSession:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
 
     def _continued(self, request: AgentRequest) -> _Node | None:
-        """The longest node that the request continues; of equally long ones the latest."""
+        """The longest node that the request continues; the latest of equally long ones."""
         found = None
         for node in self._nodes:
             size = len(node.messages)
@@ -180,7 +182,7 @@ class AgentSession:
 
 
 def _recorded(replies: Sequence[_Node]) -> Trajectory:
-    """A branch of these replies, each of which continues the one before."""
+    """The trajectory of one branch; each reply continues the previous one."""
     conversation = Conversation(replies[0].last.prompt_ids)
     conversation.started_s = replies[0].conversation.started_s
     for node in replies:
@@ -190,7 +192,7 @@ def _recorded(replies: Sequence[_Node]) -> Trajectory:
 
 
 def _same(kept: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:
-    """True when both messages mean the same: clients drop empty fields, and blanks around a text."""
+    """True if both messages mean the same: clients drop empty fields and surrounding blanks."""
     return (
         kept["role"] == sent["role"]
         and kept["content"].strip() == sent["content"].strip()

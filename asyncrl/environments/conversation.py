@@ -1,4 +1,4 @@
-"""The tokens of a multi-turn trajectory, which the policy and the environment write alternately."""
+"""The tokens of a multi-turn trajectory, written alternately by the policy and the environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.types.trajectories import TOKEN_ARRAYS
 
 
 class Conversation:
-    """A conversation that only grows at its end: the prompt of each response is a prefix of the prompt of the next.
+    """An append-only conversation: each prompt is a prefix of the next one.
 
     Args:
         prompt_ids: [P] int32.
@@ -27,13 +27,13 @@ class Conversation:
         self._logprobs: list[np.ndarray] = []
         self._segments: list[Segment] = []
         self._extra: list[tuple[int, Mapping[str, np.ndarray] | None]] = []
-        """Number of tokens of each turn, and its further arrays; None: the environment wrote it."""
+        """Number of tokens and further arrays of each turn; None: a turn of the environment."""
         self._finish_reason: FinishReason = "stop"
         self.num_response_tokens = 0
 
     @property
     def token_ids(self) -> np.ndarray:
-        """[P + T] int32: prompt and all turns so far, which are the prompt of the next response."""
+        """[P + T] int32: prompt and all turns so far, the prompt of the next response."""
         return np.concatenate([self._prompt_ids, *self._ids])
 
     def fork(self) -> Conversation:
@@ -46,7 +46,7 @@ class Conversation:
         return made
 
     def add_response(self, made: Generation) -> None:
-        """A turn of the policy."""
+        """Appends a turn of the policy."""
         at = self.num_response_tokens
         self._segments += [Segment(s.start + at, s.stop + at, s.version, s.replica_id) for s in made.segments]
         self._extend(made.token_ids, made.logprobs, made.extra)
@@ -54,7 +54,7 @@ class Conversation:
         self.num_turns += 1
 
     def add_environment(self, token_ids: np.ndarray) -> None:
-        """Appends text of the environment; a turn of the policy must come before it."""
+        """Appends text of the environment; must follow a turn of the policy."""
         if len(token_ids) == 0:
             return
         last = self._segments[-1]
@@ -65,7 +65,7 @@ class Conversation:
     def trajectory(
         self, result: RewardResult, *, parts: tuple[tuple[str, float], ...] = (), cut: bool = False
     ) -> Trajectory:
-        """The complete trajectory. `parts`: numbers beside those of the reward. `cut`: it ended at a limit."""
+        """The complete trajectory. `parts`: numbers in addition to the reward's. `cut`: it ended at a limit."""
         loss_mask = np.zeros(self.num_response_tokens, np.bool_)
         for segment in self._segments:
             loss_mask[segment.start : segment.stop] = segment.kind == "policy"
@@ -85,7 +85,7 @@ class Conversation:
         )
 
     def _joined_extra(self) -> dict[str, np.ndarray]:
-        """The further arrays that every turn of the policy has, and of which texts of the environment may have none."""
+        """The further arrays that every turn of the policy has; texts of the environment may lack them."""
         made = [extra for count, extra in self._extra if count and extra is not None]
         names = [name for name in TOKEN_ARRAYS if made and all(name in extra for extra in made)]
         return {

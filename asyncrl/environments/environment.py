@@ -34,17 +34,17 @@ class Task:
 
 
 class Session(Protocol):
-    """The calls that an environment may make for one trajectory. Interruptions by weight updates are invisible here."""
+    """The calls that an environment may make for one trajectory. Weight updates interrupt them invisibly."""
 
     @property
     def chat(self) -> Chat:
-        """Prompts and turns in the model's format, as token ids."""
+        """Prompts and turns in the model's format."""
         ...
 
     async def generate(self, prompt_ids: np.ndarray, max_tokens: int | None = None) -> Generation:
         """The policy's next response to these tokens; `max_tokens` lowers the recipe's limit. Raises GenerationError.
 
-        In a conversation `prompt_ids` are the prompt and all turns so far, with the ids that were sampled.
+        In a conversation `prompt_ids` are the prompt and all turns so far, with the sampled ids.
         """
         ...
 
@@ -53,41 +53,41 @@ class Session(Protocol):
         ...
 
     async def reward(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
-        """The recipe's reward, computed in a process of its own. Token ids are decoded there too, as `decode` does.
+        """The recipe's reward, computed in a separate process, which also decodes token ids as `decode` does.
 
-        Raises what the reward raises; DeadlineExceeded: it took too long; ProcessDied: it killed its process.
+        Raises the reward's error; DeadlineExceeded: it took too long; ProcessDied: it killed its process.
         """
         ...
 
 
 class Environment(Protocol):
-    """One object runs all trajectories of a rollouter, many at once. It may also be `Managed`."""
+    """One object runs all trajectories of a rollouter concurrently. It may also be `Managed`."""
 
     def run(self, task: Task, session: Session) -> Coroutine[Any, Any, Trajectory]:
         """(async) One trajectory. An exception fails the attempt at the group, never the run.
 
         After a restart it is called again with a session that replays the recorded responses. Its requests should
-        therefore depend only on the task and on the responses. At the first request that differs, the rest of the
-        record is dropped and generated again.
+        therefore depend only on the task and the responses. From the first request that differs, the record is dropped
+        and responses are generated again.
         """
         ...
 
 
 @runtime_checkable
 class Managed(Protocol):
-    """An environment that holds something, such as processes or a server: it is started before its first trajectory
-    and closed after the last one."""
+    """An environment with resources such as processes or a server: started before its first trajectory, closed after
+    the last one."""
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
 
-# Builds environments and tools that users wrote.
+# User-written environments and tools.
 
 
 def make_custom(key: str, name: str, made: Callable[[], Any]) -> Any:
-    """What `package.module:Name` gives when it is called. Raises ConfigError: whatever that raised."""
+    """The result of calling `package.module:Name`. Raises ConfigError for any error of the call."""
     try:
         return made()
     except KeyboardInterrupt:
@@ -99,7 +99,7 @@ def make_custom(key: str, name: str, made: Callable[[], Any]) -> Any:
 
 
 def require_environment(name: str, built: Any) -> None:
-    """Raises ConfigError: it has no method `run(task, session)`."""
+    """Raises ConfigError: `built` has no method `run(task, session)`."""
     run: Any = getattr(built, "run", None)
     found = "" if callable(run) else "it has no method run"
     if not found:
@@ -112,20 +112,20 @@ def require_environment(name: str, built: Any) -> None:
         raise ConfigError(explain(f"rollout.environment={name}", found, do))
 
 
-# How long a trajectory of several turns may become.
+# Limits on the length of multi-turn trajectories.
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryLimits:
-    """`total_tokens`: of prompt and response together, as the replicas and the trainer take them. `response_tokens`: of
-    all turns and tool results together. `turn_tokens`: of one turn of the policy."""
+    """`total_tokens`: prompt and response, as replicas and trainer accept them. `response_tokens`: all turns and tool
+    results. `turn_tokens`: one turn of the policy."""
 
     total_tokens: int
     response_tokens: int
     turn_tokens: int
 
     def room(self, prompt_tokens: int, response_tokens: int) -> int:
-        """Tokens that may still come; 0 or less: none."""
+        """Tokens that may still come; at most 0: none."""
         return min(self.response_tokens, self.total_tokens - prompt_tokens) - response_tokens
 
 
@@ -134,7 +134,7 @@ def limits_of(recipe: Recipe) -> TrajectoryLimits:
     return TrajectoryLimits(total, response_limit(recipe.rollout), recipe.rollout.sampling.max_response_tokens)
 
 
-# The packages that environments of others need: installed only where a recipe names one of them.
+# Packages behind third-party environments, needed only if a recipe names one.
 
 
 PACKAGES = {
@@ -143,11 +143,12 @@ PACKAGES = {
     "openenv": ("rollout.environment=openenv", "openenv", ">=0.4,<1"),
     "verifiers": ("rollout.environment=verifiers", "verifiers", ">=0.4,<0.5"),
 }
-"""Module, named as its package -> what of a recipe needs it, the extra of asyncrl that installs it, its versions."""
+"""Module (equal to its package) -> the recipe's feature that needs it, the extra of asyncrl that installs it, its
+versions."""
 
 
 def require_package_of(module: str) -> None:
-    """Raises ConfigError: the package is not installed, or in a version that does not fit."""
+    """Raises ConfigError: the package is not installed, or its version does not fit."""
     asked, extra, versions = PACKAGES[module]
     require(
         importlib.util.find_spec(module) is not None,
@@ -158,7 +159,7 @@ def require_package_of(module: str) -> None:
     try:
         installed = importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:
-        return  # its source is on the path, and no version is known
+        return  # imported from source: the version is unknown
     require(
         SpecifierSet(versions).contains(installed, prereleases=True),
         asked=asked,

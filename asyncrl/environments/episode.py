@@ -1,4 +1,5 @@
-"""Episodes in text: the policy acts, the environment shows what came of it. The loop that such environments share."""
+"""Episodes in text: the policy acts, the environment answers with an observation. The loop that such environments
+share."""
 
 from __future__ import annotations
 
@@ -18,18 +19,18 @@ from asyncrl.types import Trajectory
 
 
 class Episode(Protocol):
-    """One run of an environment, for one trajectory. Whoever made it ends it."""
+    """One run of an environment, for one trajectory. The creator of an episode ends it."""
 
     async def reset(self) -> EnvironmentReply: ...
 
     async def act(self, response: str) -> EnvironmentReply:
-        """`response`: the policy's, in which the action is still to be found."""
+        """`response`: the policy's, which contains the action."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """`reward`: of the trajectory, from those of its actions."""
+    """`reward`: how the rewards of the actions make the reward of the trajectory."""
 
     max_turns: int
     max_observation_tokens: int
@@ -38,14 +39,14 @@ class EpisodeRules:
 
 
 async def play(episode: Episode, task: Task, session: Session, rules: EpisodeRules) -> Trajectory:
-    """The trajectory of one episode. Its prompt is that of the row with the first observation at its end.
+    """The trajectory of one episode. Its prompt is the row's, with the first observation appended.
 
-    An episode that a limit cuts off (of turns, of the trajectory, of one response) has finish_reason "length" and the
-    reward of the actions until then; a response that was cut off is no action. Parts: `episode_ended` 1 when the
+    An episode cut off by a limit (of turns, of the trajectory, of one response) has finish_reason "length" and the
+    reward of the actions so far; a response that was cut off is no action. Parts: `episode_ended` is 1 if the
     environment ended it; `refused_actions` counts responses without an action.
 
     Raises GenerationError: the first observation leaves no room for a response; DataError: the chat template refuses
-    the messages; what the episode raises.
+    the messages; the episode's errors.
     """
     chat, first = session.chat, await episode.reset()
     prompt_ids = chat.prompt(_opening(task.row, for_policy(chat, first.text, rules.max_observation_tokens)))
@@ -54,6 +55,7 @@ async def play(episode: Episode, task: Task, session: Session, rules: EpisodeRul
         found = f"its prompt with the first observation has {len(prompt_ids)} tokens, which leaves none for a response"
         do = "lower max_observation_tokens, or raise the engine's max_model_len and trainer.max_tokens_per_microbatch"
         raise GenerationError(explain(f"an episode for {task.row.origin}", found, do))
+    # A turn: the policy's response, the environment's observation, and the check that another turn fits.
     while True:
         made = await session.generate(
             conversation.token_ids, rules.limits.room(len(prompt_ids), conversation.num_response_tokens)
@@ -80,7 +82,7 @@ async def play(episode: Episode, task: Task, session: Session, rules: EpisodeRul
 
 
 def setting_of(task: Task, key: str, kind: type | tuple[type, ...], default: Any) -> Any:
-    """The JSON value under `key` in the row's extra_info. Raises DataError: it is of another kind."""
+    """The JSON value under `key` in the row's extra_info. Raises DataError: it has another type."""
     text = dict(task.row.extra).get(key)
     if text is None:
         return default
@@ -95,8 +97,8 @@ def setting_of(task: Task, key: str, kind: type | tuple[type, ...], default: Any
 
 
 def _opening(row: PromptRow, observation: str) -> list[dict[str, Any]]:
-    """The row's messages and the first observation, which joins the last message where that is the user's: templates
-    may ask that the roles alternate."""
+    """The row's messages and the first observation. The observation joins a last message of the user, since templates
+    may require alternating roles."""
     messages: list[dict[str, Any]] = [{"role": m.role, "content": m.content} for m in row.messages]
     if messages[-1]["role"] == "user":
         messages[-1]["content"] = f"{messages[-1]['content']}\n\n{observation}"
@@ -104,14 +106,14 @@ def _opening(row: PromptRow, observation: str) -> list[dict[str, Any]]:
     return [*messages, {"role": "user", "content": observation}]
 
 
-# Finds the action in a response.
+# Extraction of the action from a response.
 
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?![\w.]*\d)")
 
 
 def last_match(response: str, pattern: str) -> str:
-    """The group of the pattern's last match, or the whole response without a pattern; empty without a match."""
+    """The group of the pattern's last match; the whole response if there is no pattern; empty without a match."""
     if not pattern:
         return response
     found = [match.group(1) or "" for match in re.finditer(pattern, response, re.DOTALL)]
@@ -119,8 +121,8 @@ def last_match(response: str, pattern: str) -> str:
 
 
 def last_tagged(response: str, tag: str) -> str:
-    """What stands between the last `</tag>` and the `<tag>` before it, or the whole response without a tag; empty when
-    it does not have both."""
+    """The text between the last `</tag>` and the `<tag>` before it; the whole response if `tag` is empty; empty if
+    either is missing."""
     if not tag:
         return response
     before = response.rpartition(f"</{tag}>")[0]
@@ -128,11 +130,11 @@ def last_tagged(response: str, tag: str) -> str:
 
 
 def last_choice(text: str, start: int, number: int, names: Sequence[str]) -> int | None:
-    """The last of the choices start, start + 1, ... that the text names; None when it names none.
+    """The last of the choices start, start + 1, ... named in the text; None if there is none.
 
     Args:
-        number: how many choices there are.
-        names: of the choices, in order, found as whole words in upper or lower case. Empty: they are whole numbers.
+        number: of choices.
+        names: of the choices, in order, matched as whole words in any case. Empty: the choices are whole numbers.
     """
     if names:
         words = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))

@@ -1,6 +1,6 @@
-"""An agent as people write them, against the OpenAI client: it offers a calculator and answers its calls.
+"""An example agent for the OpenAI client: it offers a calculator and answers its calls.
 
-It knows nothing of training. recipes/agent.yaml trains the policy behind it.
+It does not know about training. recipes/agent.yaml trains the policy behind it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from asyncrl.environments.tools.tool import schema_of
 
 
 async def agent(base_url: str, api_key: str, task: Task) -> str | None:
-    """Returns the text of the first reply that calls nothing. Needs the package openai."""
+    """Returns the text of the first reply without calls. Needs the package openai."""
     import openai
 
     calculator = Calculator()

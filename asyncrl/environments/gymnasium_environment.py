@@ -1,4 +1,4 @@
-"""Environments of gymnasium, with observations and actions as text."""
+"""Environments of gymnasium with observations and actions as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncrl.workers.worker_pool import WorkerPool
 def check_gymnasium(config: GymnasiumConfig) -> None:
     """Makes an environment and closes it.
 
-    Raises ConfigError: the package is missing, no environment is named, or one that cannot be used.
+    Raises ConfigError: the package is missing, no environment is named, or it cannot be used.
     """
     require_package_of("gymnasium")
     if not (config.id or config.factory):
@@ -34,8 +34,8 @@ def check_gymnasium(config: GymnasiumConfig) -> None:
 class GymnasiumEnvironment:
     """Owns the processes that hold the environments. An episode stays with one process.
 
-    An episode begins with the seed of the row's extra_info, else with the ordinal of its group, which is the same for
-    all trajectories of a group; its reset gets `options` of extra_info, if there are any.
+    An episode starts with the seed of the row's extra_info, else with the ordinal of its group, the same for all
+    trajectories of a group. Its reset gets the `options` of extra_info, if any.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -58,8 +58,8 @@ class GymnasiumEnvironment:
             await process.pool.close()
 
     async def run(self, task: Task, session: Session) -> Trajectory:
-        """Raises DeadlineExceeded, ProcessDied, what the environment raises, and what `play` raises."""
-        # a process that cannot be started any more fails its episodes at once, and would always have the fewest
+        """Raises DeadlineExceeded, ProcessDied, the environment's errors, and as `play`."""
+        # a process that cannot be restarted fails its episodes immediately, so it would always have the fewest
         usable = [p for p in self._processes if not p.pool.refuses] or self._processes
         process = min(usable, key=lambda p: len(p.episodes))
         episode = _GymnasiumEpisode(next(self._episodes), process, task)
@@ -72,7 +72,7 @@ class GymnasiumEnvironment:
 
 
 class _EpisodeProcess:
-    """`episodes`: in progress. `finished`: those of which the process has not heard yet."""
+    """`episodes`: in progress. `finished`: episodes whose end the process was not told yet."""
 
     def __init__(self, config: GymnasiumConfig, start_timeout_s: float) -> None:
         self.episodes: set[int] = set()
@@ -97,7 +97,7 @@ class _EpisodeProcess:
         try:
             return await self.pool.call(GymnasiumRequest(finished=finished, **request), asked)
         except asyncio.CancelledError:
-            # a call that is cancelled while it waits is never made; to hear of an episode twice is harmless
+            # a call that is cancelled while it waits is never made; reporting an end twice is harmless
             self.finished += finished
             raise
 

@@ -1,7 +1,8 @@
-"""A process of environment gymnasium: `python -m asyncrl.environments.gymnasium_worker NAME`; the name is for people.
+"""A process of the gymnasium environment: `python -m asyncrl.environments.gymnasium_worker NAME`; the name is for
+people.
 
-It holds the environments of many episodes and works on one request at a time. An environment whose episode has ended
-serves another one; one that raised is closed.
+It holds the environments of many episodes and handles one request at a time. The environment of an ended episode is
+reused for another one; an environment that raised is closed.
 """
 
 # pyright: reportMissingImports=false
@@ -32,7 +33,7 @@ _SHOWN_CHARS = 60
 class GymnasiumRequest:
     """A reset, or an action when there is a `response`.
 
-    `finished`: episodes of this process that need their environment no more. `options`: of the reset.
+    `finished`: episodes of this process that no longer need their environment. `options`: of the reset.
     """
 
     episode: int
@@ -43,7 +44,8 @@ class GymnasiumRequest:
 
 
 def make_checked(config: GymnasiumConfig) -> gymnasium.Env[Any, Any]:
-    """A new environment of the recipe. Raises ConfigError: it cannot be made, or takes actions that no text names."""
+    """A new environment of the recipe. Raises ConfigError if the environment cannot be built or its actions have no
+    text form."""
     import gymnasium
     from gymnasium import spaces
 
@@ -55,12 +57,13 @@ def make_checked(config: GymnasiumConfig) -> gymnasium.Env[Any, Any]:
         made = make(**config.kwargs)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # it is the user's code
+    except BaseException as error:  # user code may raise anything
         do = "correct the id, the factory or rollout.gymnasium.kwargs"
         raise ConfigError(explain(asked, f"making it raised {type(error).__name__}: {error}", do)) from error
     if not isinstance(made, gymnasium.Env):
         found = f"it gives a {type(made).__name__}, no gymnasium.Env"
         raise ConfigError(explain(asked, found, "return a gymnasium.Env"))
+    # The policy writes text, so an action must be text or the index or name of a choice.
     space, names = made.action_space, config.actions
     if not isinstance(space, spaces.Text | spaces.Discrete):
         do = "wrap it, in a factory of your own, so that it takes Text or Discrete actions"
@@ -78,7 +81,7 @@ class _Environments:
         self._open: dict[int, gymnasium.Env[Any, Any]] = {}
 
     def __call__(self, request: GymnasiumRequest) -> EnvironmentReply:
-        """Raises GenerationError: the episode is not known here; what the environment raises."""
+        """Raises GenerationError: the episode is unknown here; the environment's errors."""
         for episode in request.finished:
             if (done := self._open.pop(episode, None)) is not None:
                 self._idle.append(done)
@@ -92,7 +95,7 @@ class _Environments:
             return self._reset(used, request) if request.response is None else self._act(used, request.response)
         except BaseException:
             del self._open[request.episode]
-            with suppress(Exception):  # what it raised before is to be seen, not this
+            with suppress(Exception):  # the earlier error is reported, not this one
                 used.close()
             raise
 
@@ -128,8 +131,8 @@ class _Environments:
 
 
 def _text(env: gymnasium.Env[Any, Any], observation: Any) -> str:
-    """At most MAX_TEXT_CHARS of it. A text as it is; the environment's drawing where it has one in text, with what is
-    highlighted in brackets; else JSON."""
+    """The observation as text, truncated to MAX_TEXT_CHARS: strings unchanged, a text rendering if the environment has
+    one (highlights in brackets), otherwise JSON."""
     if isinstance(observation, str):
         return observation[:MAX_TEXT_CHARS]
     if env.render_mode == "ansi":
@@ -138,7 +141,7 @@ def _text(env: gymnasium.Env[Any, Any], observation: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Of arrays and numbers of numpy; whatever else JSON does not know, as its text."""
+    """A JSON value: numpy arrays and numbers converted, anything else as its text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

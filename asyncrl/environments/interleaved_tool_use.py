@@ -1,5 +1,5 @@
-"""The policy uses tools within one response: generation stops where a call is closed, the result is inserted as text
-that is not trained, and the same response goes on."""
+"""Tool use within one response: generation stops where a call is closed, the result is inserted as untrained text, and
+the same response continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def interleaved_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ToolPrompt | None:
-    """How to use the tools, in words; None where the rows say it themselves. Blocks, and raises, as `tool_schemas`.
+    """Instructions for the tools in words; None if the rows contain them. Blocks, and raises, as `tool_schemas`.
 
     Raises ConfigError: the closing text is the token that ends every response.
     """
@@ -44,7 +44,7 @@ def interleaved_prompt(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> To
 
 @dataclass(slots=True)
 class _Written:
-    """The response so far: its calls, and what the policy wrote since the last result."""
+    """The response so far: its calls, and the policy's text since the last result."""
 
     conversation: Conversation
     calls: int = 0
@@ -53,11 +53,10 @@ class _Written:
 
 
 class InterleavedToolUse:
-    """`rollout.sampling.max_response_tokens` holds for the whole response, with the results in it.
+    """`rollout.sampling.max_response_tokens` limits the whole response, including results.
 
-    A response that a limit cuts off has finish_reason "length": there is no room for a result, or for what comes after
-    it, or the limit of calls is reached (its last call then was not made). Its parts `tool_calls` and `tool_errors`
-    count calls.
+    A response cut off by a limit has finish_reason "length": no room is left for a result or for text after it, or the
+    limit of calls is reached (its last call was not made). Its parts `tool_calls` and `tool_errors` count calls.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -93,8 +92,8 @@ class InterleavedToolUse:
         return conversation.trajectory(result, parts=parts, cut=cut)
 
     async def _answer(self, task: Task, chat: Chat, written: _Written) -> bool:
-        """Inserts the result of the call that was just closed; nothing where no text opened one. False: the response
-        has met a limit."""
+        """Inserts the result of the call that was just closed; nothing if no call was opened. False: the response has
+        reached a limit."""
         opened, between = self._call_in(chat.decode_turn(np.concatenate(written.last)))
         if not opened:
             return self._room(task, written.conversation) > 0
@@ -114,14 +113,14 @@ class InterleavedToolUse:
         return True
 
     def _is_closed(self, chat: Chat, token_ids: np.ndarray) -> bool:
-        """Whether the last token completes the closing text. It may not, where the closing text is a special token
-        that was only spelled: that ends no response."""
+        """Whether the last token completes the closing text. Not always: a closing text that is a special token may be
+        spelled out, which does not end the response."""
         close = self._config.close
         return close in chat.decode_turn(token_ids) and close not in chat.decode_turn(token_ids[:-1])
 
     def _call_in(self, text: str) -> tuple[bool, str]:
-        """Whether a call was opened in `text`, which ends with a closing text or a little after it, and what it says:
-        the text between the last of them and the opening text before it."""
+        """Whether `text`, which ends with or shortly after a closing text, opened a call, and the call: the text
+        between the last closing text and the opening text before it."""
         before, _, _ = text.rpartition(self._config.close)
         _, opened, between = before.rpartition(self._config.open)
         return bool(opened), between

@@ -1,5 +1,5 @@
-"""What environments and tools answer, and its text as the policy may read it: it cannot end its own turn, and has a
-limit."""
+"""Answers of environments and tools, and their text as shown to the policy: it cannot end its own turn, and its length
+is limited."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 MAX_TEXT_CHARS = 1 << 20
-"""Of one result of a tool or one observation: what is longer is cut before anybody tokenizes it."""
+"""Longest result of a tool and longest observation; cut before tokenization."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentReply:
-    """What an environment answers to a reset or an action.
+    """The answer of an environment to a reset or an action.
 
-    `text`: for the policy. `reward`: of the action. `ended`: the episode takes no further action. `accepted`: False
-    when no action was found in the response; nothing has happened then, and `text` says what was expected.
+    `text`: for the policy. `reward`: of the action. `ended`: the episode takes no further action. `accepted` False: the
+    response had no action, nothing has happened, and `text` says what was expected.
     """
 
     text: str
@@ -30,11 +30,11 @@ class EnvironmentReply:
 
 
 def for_policy(chat: Chat, text: str, limit: int) -> str:
-    """The text without unpaired surrogates and special tokens; cut with a note when it has more than `limit` tokens, or
+    """The text without unpaired surrogates and special tokens; cut, with a note, to `limit` tokens and
     MAX_TEXT_CHARS."""
-    cut = len(text) >= MAX_TEXT_CHARS  # whoever sent it may have cut it already
+    cut = len(text) >= MAX_TEXT_CHARS  # the sender may have cut it already
     text = speakable(text[:MAX_TEXT_CHARS])
-    # a token has at least one byte: a text that is short enough need not be tokenized to know
+    # a token has at least one byte, so a short text need not be tokenized
     if len(text.encode()) > limit:
         ids = chat.encode(text)
         if len(ids) > limit:
@@ -44,8 +44,8 @@ def for_policy(chat: Chat, text: str, limit: int) -> str:
 
 
 def without(text: str, mark: str) -> str:
-    """The text with a space inserted into every `mark` in it, blanks around the mark aside: what stands between two
-    marks cannot write one. A mark of one character stays."""
+    """The text with a space inside every (stripped) `mark`, so that text between two marks cannot contain the mark. A
+    mark of one character stays."""
     mark = mark.strip()
     if len(mark) < 2:
         return text

@@ -1,4 +1,4 @@
-"""Environments behind an OpenEnv server, with observations and actions as text.
+"""Environments behind an OpenEnv server with observations and actions as text.
 
 Source: openenv 0.4 and newer; its `GenericEnvClient` speaks JSON over a WebSocket, one session for each episode.
 """
@@ -36,8 +36,8 @@ def check_openenv(config: OpenEnvConfig) -> None:
 
 
 class OpenEnvEnvironment:
-    """An episode is one session of the server, which starts with a reset. The reset gets the seed of the row's
-    extra_info, else the ordinal of the group, which is the same for all its trajectories."""
+    """An episode is one session of the server. Its reset gets the seed of the row's extra_info, else the ordinal of the
+    group, the same for all its trajectories."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._config = config = recipe.rollout.openenv
@@ -62,13 +62,13 @@ class OpenEnvEnvironment:
         await asyncio.gather(*self._leaving, return_exceptions=True)
 
     async def run(self, task: Task, session: Session) -> Trajectory:
-        """Raises GenerationError, DeadlineExceeded: of the server; what `play` raises."""
+        """Raises GenerationError, DeadlineExceeded: of the server; as `play`."""
         episode = _OpenEnvEpisode(self._config, setting_of(task, "seed", int, task.ordinal))
         await self._places.acquire()
         try:
             return await play(episode, task, session, self._rules)
         finally:
-            # whoever cancels a trajectory waits for a second only; the place is free once the server's session is
+            # the cancellation of a trajectory may take only a second; the place is free once the server's session is
             leaving = asyncio.create_task(episode.leave(), name="end of a session of OpenEnv")
             self._leaving.add(leaving)
             leaving.add_done_callback(self._left)
@@ -106,7 +106,7 @@ class _OpenEnvEpisode:
         return self._read(await self._answer("step", self._client.step(action)))
 
     async def leave(self) -> None:
-        with suppress(Exception):  # the session is of no more use, and the server ends it with its connection
+        with suppress(Exception):  # the session is not needed, and the server ends it with its connection
             async with asyncio.timeout(_LEAVE_S):
                 await self._client.close()
 

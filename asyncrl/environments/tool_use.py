@@ -1,5 +1,4 @@
-"""The policy calls tools: the environment runs the calls of each turn and appends the results, until a turn has
-none."""
+"""Tool use in turns: the environment runs the calls of each turn and appends the results, until a turn has no call."""
 
 from __future__ import annotations
 
@@ -27,9 +26,8 @@ def tool_prompt(config: ToolUseConfig, template: str) -> ToolPrompt:
 class ToolUse:
     """The reward judges the text of the last turn.
 
-    A trajectory that a limit cuts off has finish_reason "length": the limit of a turn, of the trajectory, or of the
-    number of turns (its last turn then has a call that was not made). Its parts `tool_calls` and `tool_errors` count
-    calls.
+    A trajectory cut off by a limit has finish_reason "length": the limit of a turn, of the trajectory, or of the number
+    of turns (the call of its last turn was not made). Its parts `tool_calls` and `tool_errors` count calls.
     """
 
     def __init__(self, recipe: Recipe, chat: Chat) -> None:
@@ -56,6 +54,7 @@ class ToolUse:
             calls = self._parse(session.chat.decode_turn(made.token_ids), self._tools.signatures)
             if not calls or made.finish_reason == "length":
                 break
+            # The results need room for a further response, else the trajectory ends at its last turn.
             cut = conversation.num_turns == self._config.max_turns
             if cut:
                 break
@@ -73,7 +72,7 @@ class ToolUse:
         return conversation.trajectory(result, parts=parts, cut=cut)
 
     async def _run(self, calls: Sequence[Call]) -> list[ToolResult]:
-        """Runs the calls concurrently, as far as there are processes; results are in their order."""
+        """Runs the calls concurrently, limited by the number of processes; results in the order of calls."""
         tasks = [asyncio.create_task(self._tools.call(call)) for call in calls]
         try:
             return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""The tools of a recipe, wherever they run: in tool processes, or in MCP servers."""
+"""The tools of a recipe, in tool processes and in MCP servers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def check_tools(config: ToolUseConfig) -> None:
 
 
 def tool_schemas(config: ToolUseConfig) -> tuple[Mapping[str, Any], ...]:
-    """OpenAI's function schema of each tool. Blocks while it asks MCP servers for theirs.
+    """OpenAI's function schema of each tool. Blocks on requests to MCP servers.
 
-    Raises ConfigError: a tool cannot be made, a server cannot be started or reached, or two tools have one name.
+    Raises ConfigError: a tool cannot be made, a server cannot be started or reached, or two tools share a name.
     """
     check_tools(config)
     return tuple(map(schema_of, _all_named_once([*build_tools(config), *list_mcp_tools(config.mcp)])))
 
 
 class Toolbox:
-    """Owns the tool processes and the MCP servers of `rollout.tool_use`. Errors of calls are results to be read."""
+    """Owns the tool processes and the MCP servers of `rollout.tool_use`. Errors of calls are results for the policy."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._config = config = recipe.rollout.tool_use
@@ -46,10 +46,10 @@ class Toolbox:
         self._served: dict[str, tuple[McpServer, McpTool]] = {}
         """Name of a tool -> its MCP server."""
         self.signatures = tuple(map(_signature, self._own_tools))
-        """Of all tools; those of MCP servers are known from the start on."""
+        """Signatures of all tools; `start` adds the MCP tools."""
 
     async def start(self) -> None:
-        """Starts the tool processes, and the MCP servers or the connections to them.
+        """Starts the tool processes and the MCP servers, or connects to them.
 
         Raises ConfigError, ProcessDied, DeadlineExceeded.
         """
@@ -71,7 +71,7 @@ class Toolbox:
         await asyncio.gather(self._pool.close(), *(server.close() for server in self._servers))
 
     async def call(self, call: Call) -> ToolResult:
-        """Raises ProcessDied: no process can be had, or the box was closed; what a lost MCP server raises."""
+        """Raises ProcessDied: no process is available, or the toolbox was closed; the error of a lost MCP server."""
         if isinstance(call, MalformedCall):
             return ToolResult(f"Error: {call.error}", failed=True)
         if (served := self._served.get(call.name)) is not None:
@@ -84,7 +84,7 @@ class Toolbox:
 
 
 def _all_named_once(tools: Sequence[ToolDescription]) -> Sequence[ToolDescription]:
-    """Raises ConfigError: two have one name."""
+    """Raises ConfigError: two tools share a name."""
     for name, number in Counter(tool.name for tool in tools).items():
         if number > 1:
             do = "choose among the tools of a server: rollout.tool_use.mcp.NAME.tools"
@@ -96,7 +96,7 @@ def _signature(tool: ToolDescription) -> ToolSignature:
     return ToolSignature(tool.name, next(iter(tool.parameters.get("properties", {})), None))
 
 
-# Runs tools in worker processes.
+# Tools in worker processes.
 
 
 class ToolPool:
@@ -125,7 +125,7 @@ class ToolPool:
         await self.workers.start()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Raises ProcessDied: no process can be had, or the pool was closed."""
+        """Raises ProcessDied: no process is available, or the pool was closed."""
         try:
             return await self.workers.call((name, arguments), f"a call of tool {name}")
         except DeadlineExceeded:

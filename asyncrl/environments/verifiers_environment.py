@@ -1,6 +1,7 @@
-"""Environments of the package verifiers: their agents talk to our endpoint, their rewards judge.
+"""Environments of the package verifiers: their agents talk to our endpoint, and their rewards judge.
 
-Source: verifiers 0.4 (`verifiers.v1`): an environment is a taskset, agents and how one task becomes one episode.
+Source: verifiers 0.4 (`verifiers.v1`). An environment is a taskset, agents, and a way to turn one task into one
+episode.
 """
 
 # pyright: reportMissingImports=false
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
 _CLOSE_S = 4.0
 _NO_KEY = "ASYNCRL_KEYS_ARE_IN_A_HEADER"
-"""A variable that is not set, so that verifiers takes no key of the machine's for our endpoint."""
+"""An unset variable, so that verifiers sends none of the machine's keys to our endpoint."""
 
 
 def load_checked(config: VerifiersConfig) -> vf.Env[Any]:
-    """The environment that `rollout.verifiers.env` describes. Raises ConfigError: package missing, or no such one."""
+    """The environment that `rollout.verifiers.env` describes. Raises ConfigError: package missing, or no such
+    environment."""
     require_package_of("verifiers")
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -41,17 +43,17 @@ def load_checked(config: VerifiersConfig) -> vf.Env[Any]:
         return load_environment(resolve_env_config(dict(config.env)))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # it is the user's code, and pydantic's
+    except BaseException as error:  # user code and pydantic may raise anything
         raise ConfigError(explain(asked, f"loading it raised {type(error).__name__}: {error}", do)) from error
 
 
 class VerifiersEnvironment:
-    """Runs one episode of verifiers for each trajectory. Owns the environment, what it serves, and the endpoint.
+    """Runs one episode of verifiers per trajectory. Owns the environment, its servers, and the endpoint.
 
-    The task is that of `task` in the row's extra_info, a number in the order of the taskset, else that of the group's
-    ordinal, modulo the number of tasks. The reward is the sum of the rewards of all traces of the episode. Parts: the
-    rewards by name and the metrics as `metric.NAME`, added over the traces; `agent_requests` and `agent_branches`. An
-    episode that fails after it was told of a limit, of requests or of length, has reward 0 and finish_reason "length".
+    The task has the index `task` of the row's extra_info in the taskset, else the ordinal of the group, modulo the
+    number of tasks. The reward is the sum of the rewards of all traces of the episode. Parts: the rewards by name and
+    the metrics as `metric.NAME`, summed over traces; `agent_requests` and `agent_branches`. An episode that fails after
+    a request was refused because of a limit has reward 0 and finish_reason "length".
     """
 
     def __init__(self, recipe: Recipe, chat: Chat) -> None:
@@ -64,7 +66,8 @@ class VerifiersEnvironment:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Loads the tasks and starts what the episodes share. Raises ConfigError, DeadlineExceeded, ProcessDied."""
+        """Loads the tasks and starts the shared resources of episodes. Raises ConfigError, DeadlineExceeded,
+        ProcessDied."""
         await self._endpoint.start()
         self._environment = load_checked(self._config)
         self._tasks = await asyncio.to_thread(self._loaded, self._environment)
@@ -87,7 +90,7 @@ class VerifiersEnvironment:
         await self._endpoint.close()
 
     async def run(self, task: Task, session: Session) -> Trajectory:
-        """Raises GenerationError: the episode failed; what `AgentEndpoint.run` raises."""
+        """Raises GenerationError: the episode failed; as `AgentEndpoint.run`."""
         number = setting_of(task, "task", int, task.ordinal % len(self._tasks))
         if not 0 <= number < len(self._tasks):
             found = f"the taskset has {len(self._tasks)} tasks"
@@ -111,13 +114,13 @@ class VerifiersEnvironment:
         return episode
 
     async def _serve(self, environment: vf.Env[Any], ready: asyncio.Future[None]) -> None:
-        """Holds the resources of all episodes: they are entered and left in one task."""
+        """Holds the shared resources, which must be entered and left in one task."""
         async with environment.serving():
             ready.set_result(None)
             await self._stop.wait()
 
     def _loaded(self, environment: vf.Env[Any]) -> list[vf.Task]:
-        """Raises ConfigError: there is no task."""
+        """Raises ConfigError: there are no tasks."""
         tasks = list(itertools.islice(environment.taskset, self._config.max_tasks))
         if not tasks:
             found = "its taskset has no tasks"
@@ -126,7 +129,7 @@ class VerifiersEnvironment:
 
 
 def _judged(episode: vf.Episode[Any, Any, Any]) -> RewardResult:
-    """The rewards of all traces; those that were not scored count as 0."""
+    """The rewards of all traces; an unscored trace counts as 0."""
     parts: dict[str, float] = {}
     total = 0.0
     for trace in episode.traces:

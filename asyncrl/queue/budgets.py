@@ -14,7 +14,7 @@ MIN_ENDED_FOR_FAILED = 32
 
 
 class EndWindow:
-    """How many of the last `size` ended groups ended in one certain way."""
+    """How many of the last `size` ended groups had one certain end."""
 
     def __init__(self, size: int) -> None:
         self._ends: deque[bool] = deque(maxlen=size)
@@ -42,7 +42,7 @@ class EndWindow:
         return "".join("1" if hit else "0" for hit in self._ends)
 
     def load_text(self, text: Iterable[str]) -> None:
-        """Restores the window that `to_text` described; a smaller window keeps the newest ends."""
+        """Restores the text of `to_text`; a smaller window keeps the newest ends."""
         self._ends.clear()
         self.hits = 0
         for character in text:
@@ -58,8 +58,8 @@ class EndBudgets:
         """
         Args:
             max_failed, failed_window: largest share of failed groups, checked from MIN_ENDED_FOR_FAILED groups on.
-            max_filtered, filtered_window: largest share of filtered groups in a full window; 1 means no limit.
-            events_path: the file that the errors point to.
+            max_filtered, filtered_window: largest share of filtered groups in a full window; 1: no limit.
+            events_path: the file named in the errors.
         """
         self._max_failed, self._max_filtered = max_failed, max_filtered
         self._events_path = events_path

@@ -1,4 +1,4 @@
-"""Saves and loads groups: token arrays in .npz files, everything else in JSON files beside them."""
+"""Saves and loads groups: token arrays in .npz files, everything else in JSON files next to them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CALL_ARRAYS = {"prompt_ids": np.int32, "token_ids": np.int32, "logprobs": np.flo
 
 @dataclass(frozen=True, slots=True)
 class _DescribedSequence:
-    """A trajectory without its branches, or a branch, in JSON: the lengths of its arrays, and all that is not an
-    array."""
+    """A trajectory without its branches, or one branch, in JSON: the lengths of its arrays, and everything that is not
+    an array."""
 
     num_prompt: int
     num_response: int
@@ -47,7 +47,7 @@ class _DescribedSequence:
     extra: tuple[str, ...] = ()
     """Names of the arrays of `Trajectory.extra`."""
     rows: tuple[tuple[int, ...], ...] = ()
-    """The shape of one row of each of them; () for all where nothing is said."""
+    """The shape of one row of each array in `extra`; empty: all rows are scalars."""
 
 
 _SAME = [
@@ -66,10 +66,10 @@ class _DescribedCall:
     num_tokens: int
     segments: tuple[Segment, ...]
     finish_reason: FinishReason | None
-    """None stands for abort in older files."""
+    """None in older files means abort."""
     extra: tuple[str, ...] = ()
     rows: tuple[tuple[int, ...], ...] = ()
-    """As of a trajectory."""
+    """As in `_DescribedSequence`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def save_groups(directory: Path, groups: list[TrajectoryGroup]) -> None:
 
 
 def load_groups(directory: Path) -> list[TrajectoryGroup]:
-    """Raises ValueError or what numpy raises: these are not the files of a checkpoint."""
+    """Raises ValueError or numpy's errors: the files are not a checkpoint's."""
     described = _read(directory / "groups.json", _DescribedGroup)
     arrays = _Reader(directory / "groups.npz", STORED)
     return [
@@ -111,8 +111,8 @@ def load_groups(directory: Path) -> list[TrajectoryGroup]:
 
 
 def save_partials(directory: Path, partials: list[PartialGroup]) -> None:
-    """Writes `partials.json`, the arrays of complete trajectories in `partials_done.npz` and those of recorded calls in
-    `partials_calls.npz`."""
+    """Writes `partials.json`, the arrays of complete trajectories (`partials_done.npz`) and of recorded calls
+    (`partials_calls.npz`)."""
     done, calls = _Writer(STORED), _Writer(CALL_ARRAYS | _EXTRA)
 
     def describe(t: PartialTrajectory) -> _DescribedPartial:
@@ -146,7 +146,7 @@ def _read(path: Path, kind: Any) -> tuple[Any, ...]:
 
 
 class _Writer:
-    """Concatenates arrays by name."""
+    """Concatenates arrays with the same name."""
 
     def __init__(self, dtypes: Mapping[str, type[np.generic]]) -> None:
         self._dtypes = dtypes
@@ -170,10 +170,10 @@ class _Writer:
 
 
 class _Reader:
-    """Takes the arrays apart again, in the order in which they were added."""
+    """Splits the arrays again, in the order in which they were added."""
 
     def __init__(self, path: Path, dtypes: Mapping[str, type[np.generic]]) -> None:
-        """Raises ValueError: an array is of another shape or dtype."""
+        """Raises ValueError: an array has another shape or dtype."""
         with np.load(path, allow_pickle=False) as stored:
             known = [name for name in dtypes if name in stored or name not in TOKEN_ARRAYS]
             self._arrays = {name: stored[name] for name in known}
@@ -183,7 +183,7 @@ class _Reader:
         self._at = dict.fromkeys(self._arrays, 0)
 
     def take(self, name: str, count: int) -> np.ndarray:
-        """Raises ValueError: the file holds fewer, so it does not belong to its description."""
+        """Raises ValueError: fewer values are left, so the file does not match its description."""
         if name not in self._arrays:
             raise ValueError(f"{name} is not in the file, its description needs {count} entries")
         start = self._at[name]

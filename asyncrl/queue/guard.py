@@ -1,20 +1,21 @@
-"""The off-policy guard: how large the lag may be now, from what the last steps measured. Pure: no clock, no I/O.
+"""The off-policy guard: adapts the limit on the lag to the measurements of the last steps. Pure: no clock, no I/O.
 
-Lag does harm where the policy that sampled is far from the policy in training. How far lag 8 is depends on the learning
-rate, the algorithm and the model, and changes during a run. So the guard looks at the distance itself:
+Lag does harm if the sampling policy is far from the policy in training. How far lag 8 is depends on the learning rate,
+the algorithm and the model, and changes during a run, so the guard measures the distance:
 
-    severity = max(signal / threshold)      of 1 - effective sample size, tails of the ratio, KL, clipped tokens
+    severity = max(signal / threshold)   of 1 - effective sample size, tails of the ratio, KL, clipped tokens
 
-A step is sick from severity 1 on, and healthy up to HEALTHY; between the two nothing relaxes, and nothing is forgiven.
+A step is sick if its severity is at least 1, and healthy up to HEALTHY. Between the two, the count of healthy steps
+restarts and the count of sick steps stays.
 
 * Sick for `trip_steps`: the limit on the lag is halved, or lowered to the youngest lags that are healthy.
-* Sick for `trip_steps` more at the lowest limit: the bounds of the corrections come closer, where there are any.
-* Sick for `stop_steps` more with nothing left to do: the run stops.
+* Sick for `trip_steps` more at the lowest limit: the bounds of the corrections are tightened, if there are any.
+* Sick for `stop_steps` more with nothing left to tighten: the run stops.
 * Healthy for `relax_steps` in a row: one step back, first the corrections, then the limit by 1. That is a trial. A
-  trial that makes the run sick is undone, and doubles the number of healthy steps that the next one takes. So over n
-  steps at most about log2(n) trials fail: the limit does not oscillate.
+  trial that makes the run sick is undone, and doubles the healthy steps required for the next trial. So over n steps at
+  most about log2(n) trials fail: the limit does not oscillate.
 
-The limit is never above `staleness.max_lag`, whose bound `staleness.py` keeps whatever is decided here.
+The limit never exceeds `staleness.max_lag`. `staleness.py` enforces that bound independently.
 
 Source: collapse under asynchrony is preceded by a drop of the effective sample size (VCPO, arXiv:2602.17616). Halving
 and adding one is the rule of congestion control (Chiu and Jain 1989), with trials that back off.
@@ -33,7 +34,7 @@ from asyncrl.types.metrics import Metric
 HEALTHY = 0.5
 """Up to this severity a step is healthy."""
 MIN_SHARE = 0.02
-"""Lags with a smaller share of a step's tokens are not judged by themselves: a few tokens say nothing."""
+"""Lags with a smaller share of a step's tokens are not judged separately: too few tokens."""
 MAX_SEVERITY = 1000.0
 LEVELS = ("full", "tightened", "raised", "stopped")
 """The values of `guard/state`."""
@@ -41,7 +42,7 @@ LEVELS = ("full", "tightened", "raised", "stopped")
 
 @dataclass(frozen=True, slots=True)
 class LagReading:
-    """The severity of the tokens with lags up to `last_lag`, from the next younger reading on."""
+    """The severity of the tokens with lags up to `last_lag`, and above `last_lag` of the reading before."""
 
     last_lag: int
     severity: float
@@ -49,13 +50,13 @@ class LagReading:
 
 @dataclass(frozen=True, slots=True)
 class GuardReading:
-    """What one step says.
+    """The measurements of one step.
 
     Attributes:
         severity: of all its tokens, from 0 to MAX_SEVERITY.
-        worst: the signal that is closest to its threshold, or furthest over it, in words.
+        worst: the signal with the highest severity, in words.
         lag_max: largest lag of a trained token.
-        by_lag: by rising lag; lags with few tokens are left out.
+        by_lag: in ascending order of lag, without lags of few tokens.
     """
 
     severity: float
@@ -75,11 +76,11 @@ class GuardDecision:
 
 @dataclass(frozen=True, slots=True)
 class OffPolicyGuard:
-    """The rules.
+    """The rules of the guard.
 
     Attributes:
         floor: the lowest limit on the lag.
-        can_raise: there are corrections whose bounds can come closer.
+        can_raise: the recipe has corrections whose bounds can be tightened.
     """
 
     config: GuardConfig
@@ -93,15 +94,15 @@ class OffPolicyGuard:
 
     @classmethod
     def of(cls, recipe: Recipe) -> OffPolicyGuard:
-        """Where a publish waits for running groups the lag is that of the mode: corrections and the stop remain."""
+        """If a publish waits for running groups the mode determines the lag: only corrections and the stop remain."""
         staleness, floor = recipe.staleness, recipe.max_lag
         if recipe.mode == "fully_async":
-            # A step is trained up to publish_every_steps - 1 steps after a publish: a lower limit admits nothing then.
+            # A step is trained up to publish_every_steps - 1 steps after a publish: a lower limit would admit no group.
             floor = min(recipe.max_lag, max(staleness.guard_rules.min_lag, staleness.publish_every_steps - 1))
         return cls(staleness.guard_rules, recipe.max_lag, floor, bool(recipe.algorithm.corrections))
 
     def begin(self, saved: GuardState | None = None) -> GuardState:
-        """The state of a run that begins, or continues from a checkpoint with `saved`."""
+        """The state at the start of a run; `saved`: its state in the checkpoint."""
         if saved is None:
             return GuardState(self.max_lag)
         return replace(
@@ -111,7 +112,7 @@ class OffPolicyGuard:
         )
 
     def read(self, record: Mapping[str, float]) -> GuardReading:
-        """The reading of a step from its metrics: those of the training step and `staleness/lag_max`."""
+        """The reading of a step from the metrics of the training step and `staleness/lag_max`."""
         lag_max = int(record[Metric.LAG_MAX])
         severity, worst = self._severity(
             {
@@ -121,6 +122,7 @@ class OffPolicyGuard:
                 "clipped": record[Metric.CLIPPED],
             }
         )
+        # Each bucket of lags is judged separately, if it has enough tokens and its metrics were recorded.
         by_lag = []
         for bucket, last in zip(LAG_BUCKETS, (*LAST_OF_BUCKET, lag_max), strict=True):
             if record.get(Metric.LAG_TOKENS.of(bucket), 0.0) >= MIN_SHARE and Metric.LAG_KL.of(bucket) in record:
@@ -135,7 +137,7 @@ class OffPolicyGuard:
         return GuardReading(severity, worst, lag_max, tuple(by_lag))
 
     def step(self, state: GuardState, reading: GuardReading) -> tuple[GuardState, GuardDecision | None]:
-        """The state after a step, and what is to be done, if anything."""
+        """The state after a step, and the action to take, if any."""
         if reading.severity >= 1:
             state = replace(state, sick_steps=state.sick_steps + 1, healthy_steps=0)
             return self._sick(state, reading)
@@ -145,12 +147,12 @@ class OffPolicyGuard:
         return self._healthy(state)
 
     def patience(self, state: GuardState) -> int:
-        """Healthy steps in a row before the next relaxation. At least as many as it takes until tokens of the current
-        limit are trained."""
+        """Healthy steps in a row required for the next relaxation: at least enough for tokens of the current limit to
+        be trained."""
         return max(self.config.relax_steps, state.limit + 2) * 2**state.failed_trials
 
     def level(self, state: GuardState) -> int:
-        """The place in `LEVELS`, of a run that goes on."""
+        """The index in `LEVELS`, of a run that continues."""
         return 2 if state.is_raised else int(state.limit < self.max_lag)
 
     def _severity(self, found: Mapping[str, float]) -> tuple[float, str]:
@@ -162,7 +164,7 @@ class OffPolicyGuard:
             _over("KL", found["KL"], config.max_kl_nats, " nats"),
             _over("clipped tokens", found["clipped"], config.max_clip_fraction),
         )
-        # A figure that is not finite is as bad as can be.
+        # NaN and infinity count as the worst severity.
         bounded = [(min(s, MAX_SEVERITY) if s == s else MAX_SEVERITY, words) for s, words in signals]
         severity, words = max(bounded, key=lambda signal: signal[0])
         return max(0.0, severity), words
@@ -171,6 +173,7 @@ class OffPolicyGuard:
         steps = "one step" if state.sick_steps == 1 else f"{state.sick_steps} steps"
         found = f"{reading.worst}, too far off-policy in {steps}"
         calm = replace(state, sick_steps=0, is_trial=False)
+        # The responses escalate: lower the limit, then tighten the corrections, then stop.
         if state.limit > self.floor:
             if state.sick_steps < self.config.trip_steps:
                 return state, None
@@ -187,9 +190,9 @@ class OffPolicyGuard:
         return calm, GuardDecision("stopped", state.limit, found)
 
     def _tighter(self, state: GuardState, reading: GuardReading) -> int:
-        """A limit below that of `state`."""
+        """The lowered limit."""
         if state.is_trial:
-            return state.limit - 1  # the trial is undone
+            return state.limit - 1  # undoes the trial
         limit = min(state.limit, reading.lag_max) // 2
         healthy = None
         for part in reading.by_lag:

@@ -9,7 +9,7 @@
                 `-> failed                        (after the retry budget)
 
 After every transition `admitted = running + ready + leased + trained + filtered + expired + failed`. Each admission of
-an ordinal counts, and each ends exactly once: an ordinal may expire several times, and at most once end otherwise.
+an ordinal counts, and ends exactly once: an ordinal may expire several times, and has at most one other end.
 `queue/staleness.py` decides which groups are admitted and leased. A lease that would train a group over the lag limit
 raises LedgerError, which ends the run.
 """
@@ -44,11 +44,11 @@ class Ledger:
             policy: admission and lease decisions.
             max_attempts: attempts at a group before it ends `failed`; also limits how often an expired prompt is
                 admitted.
-            max_groups: groups that the run trains in all; no more are admitted than it needs. None: no limit.
+            max_groups: groups that the run trains in all; no more are admitted than it still needs. None: no limit.
             on_event: called with every transition, in order.
         """
         self.policy = policy
-        """The rules that hold now: those of the run, or with the lower limit of `limit_lag`."""
+        """The rules in force: the rules of the run, or with the lower limit of `limit_lag`."""
         self._rules_of_run = policy
         self.step = 0
         self.version = 0
@@ -60,19 +60,19 @@ class Ledger:
         self._totals = dict.fromkeys(("admitted", "trained", "filtered", "expired", "failed"), 0)
         self._states: dict[str, int] = {"running": 0, "ready": 0, "leased": 0}
         self._owners: dict[int, str] = {}
-        """By ordinal who has the ticket of a running group."""
+        """Owner of the ticket of each running group, by ordinal."""
         self._cancelled: dict[Ticket, str] = {}
-        """Cancelled tickets whose owners have not answered them, with these owners."""
+        """Cancelled tickets that their owners have not answered, with the owners."""
         self._untold: dict[str, list[Ticket]] = {}
-        """By owner the cancellations that it has not been told of."""
+        """Cancellations that were not yet delivered, by owner."""
 
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def admit(self, limit: int, most_new: float = math.inf, owner: str = "") -> list[Ticket]:
-        """Issues up to `limit` tickets to `owner`: requeued groups first, whoever had them, then as many new groups as
-        staleness allows, and `most_new` of them at most."""
+        """Issues up to `limit` tickets to `owner`: requeued groups first, of any owner, then new groups as staleness
+        allows, at most `most_new`."""
         tickets: list[Ticket] = []
-        # Requeued groups with kept tokens go first: they also keep the earlier deadline of these tokens.
+        # Groups with kept tokens go first: these tokens have the earlier deadline.
         waiting = sorted(self._unissued(), key=lambda r: (not r.kept, r.version if r.kept else 0, r.ordinal))
         for record in waiting[:limit]:
             version = record.version if record.kept else self.version
@@ -140,8 +140,8 @@ class Ledger:
         return taken
 
     def take_back_all(self, reason: str, owner: str = "") -> int:
-        """Requeues every running group of `owner`, which has died, and drops the cancellations that were for it.
-        Returns the number of groups."""
+        """Requeues every running group of `owner`, which has died, and drops its cancellations. Returns the number of
+        groups."""
         self._untold.pop(owner, None)
         self._cancelled = {ticket: whose for ticket, whose in self._cancelled.items() if whose != owner}
         return self.take_back([r.ticket for r in self.running() if self._owners.get(r.ordinal) == owner], reason)
@@ -151,13 +151,13 @@ class Ledger:
         return tuple(self._untold.pop(owner, ()))
 
     def lease(self, step: int, oldest_trained: Callable[[int, int], int | None] | None = None) -> Selection:
-        """Leases the groups of `step`; when that must wait, the selection says for what. Idempotent until commit or
-        rollback.
+        """Leases the groups of `step`; if the step must wait, the selection says for how many groups. Idempotent until
+        commit or rollback.
 
         Args:
             oldest_trained: used under mask, for groups with tokens over the limit. (ordinal, version) -> version of the
-                group's oldest trained token that is not older than `version`; None when there is no such token, and
-                the group expires.
+                group's oldest trained token not older than `version`; None: there is no such token, and the group
+                expires.
 
         Raises LedgerError: a group would be trained over the limit.
         """
@@ -180,7 +180,7 @@ class Ledger:
         return selection
 
     def foresee(self, step: int) -> tuple[int, ...]:
-        """What a lease of `step`, the one after that in training, would choose as things are. Changes nothing."""
+        """The groups that a lease of `step`, the step after the current one, would choose now. Changes nothing."""
         return self._select(step).chosen
 
     def commit(self, step: int) -> tuple[int, ...]:
@@ -196,7 +196,7 @@ class Ledger:
         return tuple(r.ordinal for r in leased)
 
     def rollback(self, step: int) -> None:
-        """Makes the leased groups ready again: `step` will not be trained with them."""
+        """Makes the leased groups ready again, without training them in `step`."""
         self._at(step, "rollback")
         for record in [r for r in self._records.values() if r.state == "leased"]:
             self._move(record, "ready")
@@ -209,12 +209,12 @@ class Ledger:
         self.version = version
 
     def limit_lag(self, limit: int) -> int:
-        """Sets the limit on the lag, at most that of the run; returns how many groups expired.
+        """Sets the limit on the lag, at most the limit of the run; returns how many groups expired.
 
-        A lower limit ends, for good, the fewest groups without which the others can be trained within it. A higher one
-        ends none. Nothing may be leased.
+        A lower limit expires, for good, the fewest groups such that the rest can be trained within it. A higher limit
+        expires none. Nothing may be leased.
 
-        Raises LedgerError: groups are leased. ValueError: the limit is negative or above that of the run.
+        Raises LedgerError: groups are leased. ValueError: the limit is negative or above the limit of the run.
         """
         if self._states["leased"]:
             raise LedgerError(f"limit_lag({limit}): the {self._states['leased']} groups of a step are leased")
@@ -240,7 +240,7 @@ class Ledger:
         return max(0, room)
 
     def has_pending(self, owner: str = "") -> bool:
-        """True when an admission of `owner` would return more than new groups: a requeued group, or a cancellation."""
+        """True if an admission of `owner` would return a requeued group or a cancellation."""
         return owner in self._untold or next(self._unissued(), None) is not None
 
     def held(self) -> Counter[str]:
@@ -258,14 +258,14 @@ class Ledger:
         return LedgerSnapshot(self.step, self.version, self._next_ordinal, self.counts, records)
 
     def restore(self, snapshot: LedgerSnapshot, kept: Collection[int] = ()) -> None:
-        """Replaces all state by that of `snapshot`; the limit on the lag is that of the run again. Running groups are
-        requeued as the next attempt, leased groups are ready again: their owners are gone.
+        """Replaces all state with `snapshot`, and resets the limit on the lag to the limit of the run. Running groups
+        are requeued as the next attempt and leased groups are ready again: their owners are gone.
 
         Args:
-            kept: ordinals of running groups whose tokens were kept. These groups keep their version when they are
-                issued again; the others get the version published by then.
+            kept: ordinals of running groups whose tokens were kept. A kept group keeps its version when it is issued
+                again; the others get the version published by then.
 
-        A snapshot taken under mask may hold groups that another policy cannot train in time: these end `expired`.
+        A snapshot taken under mask may hold groups that another policy cannot train in time; they end `expired`.
         """
         self.policy = self._rules_of_run
         self.step, self.version, self._next_ordinal = snapshot.step, snapshot.version, snapshot.next_ordinal
@@ -291,7 +291,7 @@ class Ledger:
         return Candidate(record.ordinal, self.policy.deadline(self.version if anew else record.version))
 
     def _was_cancelled(self, ticket: Ticket) -> bool:
-        """True once per cancelled ticket: the answer to it settles the cancellation."""
+        """True once per cancelled ticket: the first answer to it settles the cancellation."""
         if ticket not in self._cancelled:
             return False
         untold = self._untold.pop(owner := self._cancelled.pop(ticket), [])
@@ -311,8 +311,8 @@ class Ledger:
         )
 
     def _mask(self, selection: Selection, step: int, oldest_trained: Callable[[int, int], int | None] | None) -> bool:
-        """Under mask, sets the version of late chosen groups to that of their oldest token within the limit. True: a
-        group had no such token and has expired, so the selection must be repeated."""
+        """Under mask, sets the version of late chosen groups to the version of their oldest token within the limit.
+        True: a group without such a token has expired, so the selection must be repeated."""
         if self.policy.on_overdue != "mask":
             return False
         oldest = self.policy.oldest_trainable(step)
@@ -335,7 +335,7 @@ class Ledger:
             self._begin(fresh)
 
     def _cancel(self, record: GroupRecord, why: str) -> None:
-        """Ends a running or ready group as `expired`; its rollouter hears of it where it holds the ticket."""
+        """Ends a running or ready group as `expired`; the rollouter that holds its ticket is told."""
         owner = self._owners.get(record.ordinal, "")
         self._end(record, "expired", why)
         if record.state == "running" and record.issued:
@@ -360,7 +360,7 @@ class Ledger:
             raise LedgerError(f"{call}({step}): the step to be trained next is {self.step}")
 
     def _requeue(self, record: GroupRecord, reason: str, *, kept: bool = False) -> None:
-        # Never above the published version: a group's version is a lower bound of the versions of its tokens.
+        # Not above the published version: a group's version is a lower bound of its tokens' versions.
         version = min(record.version, self.version)
         again = replace(record, attempt=record.attempt + 1, issued=False, kept=kept, version=version)
         self._records[record.ordinal] = again
@@ -393,7 +393,7 @@ class Ledger:
             raise LedgerError(f"the ledger does not balance: {counts}, {len(self._records)} records")
 
 
-# The records that the ledger keeps of groups, as plain values.
+# The ledger's records of groups, as plain values.
 
 
 State = Literal["running", "ready", "leased"]
@@ -404,9 +404,9 @@ End = Literal["trained", "filtered", "expired", "failed"]
 class GroupRecord:
     """An unfinished group.
 
-    `version` is that of its oldest token, or of its admission while it has none; of a leased group, that of its oldest
-    trained token. `failures` counts against the retry budget. `issued` is False while a running group waits for a
-    ticket. `kept` is True when tokens from a checkpoint, none older than `version`, wait with it.
+    `version`: of its oldest token; of its admission while it has no token; of its oldest trained token once leased.
+    `failures` counts against the retry budget. `issued`: False while a running group waits for a ticket. `kept`: tokens
+    from a checkpoint, none older than `version`, wait with it.
     """
 
     ordinal: int

@@ -13,10 +13,10 @@ from asyncrl.types import GroupSummary, Lengths, Segment, TokenLag, Trajectory, 
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A ready or leased group; `put_version` is the one published when it was put.
+    """A ready or leased group; `put_version`: the version published when it was put.
 
-    `at_put`: its summary as step 0 would train it, whose lags are below 0. It is made here, because the trainer waits
-    for a lease and not for a put."""
+    `at_put`: its summary as step 0 would train it, with lags below 0. Computed at the put, since the trainer waits for
+    a lease and not for a put."""
 
     group: TrajectoryGroup
     put_version: int
@@ -27,7 +27,7 @@ class StoredGroup:
 
 
 def mask_older(group: TrajectoryGroup, version: int) -> TrajectoryGroup:
-    """`group` with the loss mask cleared for versions before `version`; the same object without such tokens."""
+    """`group` with the loss mask cleared for versions before `version`; the same object if there are no such tokens."""
     trajectories = tuple(_mask_older(t, version) for t in group.trajectories)
     if all(new is old for new, old in zip(trajectories, group.trajectories, strict=True)):
         return group
@@ -35,14 +35,14 @@ def mask_older(group: TrajectoryGroup, version: int) -> TrajectoryGroup:
 
 
 def oldest_trained(group: TrajectoryGroup, version: int) -> int | None:
-    """The version of the oldest token that is still trained when versions before `version` are masked. None: the mask
-    removes every trained token. A group that had no trained token at all gives `version`."""
+    """The version of the oldest token that is still trained when versions before `version` are masked. None: no trained
+    token remains. A group that never had a trained token gives `version`."""
     versions = [segment.version for s in group.sequences for segment, _ in _trained(s)]
     return min((v for v in versions if v >= version), default=None) if versions else version
 
 
 def summarize(stored: StoredGroup, leased: TrajectoryGroup, *, step: int, max_lag: int) -> GroupSummary:
-    """The summary of a leased group that the planner gets.
+    """The planner's summary of a leased group.
 
     Args:
         stored: the group as it was put; `leased`: as `step` trains it, with late tokens masked.
@@ -62,6 +62,7 @@ def summarize(stored: StoredGroup, leased: TrajectoryGroup, *, step: int, max_la
 
 
 def _summary(group: TrajectoryGroup, put_version: int) -> GroupSummary:
+    # Lags are relative to step 0; `summarize` shifts them to the step of the lease.
     lags, lengths = [], []
     for owner, sequence in zip(group.owners, group.sequences, strict=True):
         parts = [
@@ -96,7 +97,7 @@ def _mean_parts(group: TrajectoryGroup) -> tuple[tuple[str, float], ...]:
 
 
 def _trained(sequence: Trajectory) -> Iterator[tuple[Segment, int]]:
-    """Segments of the policy with tokens in the loss, and how many they have."""
+    """The policy's segments with tokens in the loss, and their number of such tokens."""
     for segment in sequence.segments:
         if segment.kind == "policy" and (
             count := int(np.count_nonzero(sequence.loss_mask[segment.start : segment.stop]))
@@ -110,7 +111,7 @@ def _version_span(trajectory: Trajectory) -> int:
 
 
 def _continued_tokens(trajectory: Trajectory) -> int:
-    """Trained tokens that follow others of an older version, of the same replica and without anything between."""
+    """Trained tokens that directly follow tokens of an older version from the same replica."""
     tokens, run = 0, None
     for segment in trajectory.segments:
         if segment.kind != "policy":

@@ -1,7 +1,7 @@
 """The message queue: a thin asyncio shell around the ledger, which also holds the tokens of ready and leased groups.
 
-Runs as a Ray actor. Callers wait in bounded long polls, which return without a result after `wait_s`: no call stays
-open indefinitely. The queue writes the life of every group to `events.jsonl`, in the order of the transitions.
+Runs as a Ray actor. Callers wait in bounded long polls, which return without a result after `wait_s`. The queue writes
+every transition of a group to `events.jsonl`, in order.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from asyncrl.types.events import GroupChanged, SnapshotRestored, SnapshotTaken
 
 @dataclass(frozen=True, slots=True)
 class QueueSpec:
-    """What a message queue is built from.
+    """Arguments of a message queue.
 
     `max_groups`: groups that the run trains in all. `dynamic_sampling`: groups of equal rewards end `filtered`.
     `failed_window`, `filtered_window`: number of last ended groups over which the fractions are computed. `pacing`:
-    when groups are admitted within the limit; just_in_time only where nobody waits for the queue to be empty.
+    when groups are admitted within the limit; just_in_time requires that nobody waits for an empty queue.
     """
 
     groups_per_step: int
@@ -89,14 +89,14 @@ class MessageQueue(HasLine):
         self._pacing = build_pacing(spec.pacing, spec.groups_per_step, spec.max_lag)
         self._stored: dict[int, StoredGroup] = {}
         self._leased: dict[int, TrajectoryGroup] = {}
-        """The groups of the lease as the step trains them."""
+        """The groups of the lease, as the step trains them."""
         self._foreseen: dict[int, TrajectoryGroup] = {}
-        """Those of the last `foresee`, as that step would train them."""
+        """The groups of the last `foresee`, as that step would train them."""
         self._described: dict[int, tuple[TrajectoryGroup, GroupSummary]] = {}
-        """Groups as a step trains them, with their summaries, of the step that was described last."""
+        """The groups of the step that was described last, as it trains them, with their summaries."""
         self._described_step = -1
         self._partials: dict[int, PartialGroup] = {}
-        """Restored partial groups that wait to be issued again; each has the ticket that it will be issued with."""
+        """Restored partial groups that wait to be issued again, each with its future ticket."""
         self._captured: SavedState | None = None
         self._asking: set[str] = set()
         """Rollouters that wait for an admission."""
@@ -110,8 +110,8 @@ class MessageQueue(HasLine):
     async def admit(self, limit: int, wait_s: float, client_id: str = "") -> Admission:
         """Up to `limit` tickets, and the tickets to cancel; waits at most `wait_s` for the first of either.
 
-        Of several rollouters that ask, each gets its share, so that all hold the same number of running groups. A
-        client whose tickets were taken back counts as dead and gets an empty admission.
+        The rollouters that ask get shares such that all hold the same number of running groups. A client whose tickets
+        were taken back counts as dead and gets an empty admission.
         """
         ledger = self._ledger
 
@@ -122,12 +122,13 @@ class MessageQueue(HasLine):
         try:
             await self._wait(has_some, wait_s, wakes_at=lambda: self._pacing.next_change(self._clock()))
             if client_id in self._gone:
-                return Admission()  # it was replaced during the wait: tickets given to it would be lost
+                return Admission()  # replaced during the wait: its tickets would be lost
             tickets = ledger.admit(limit, self._share(client_id), client_id)
         finally:
             self._asking.discard(client_id)
         for ticket in tickets:
             self._pacing.begun(ticket.ordinal, self._clock())
+        # Wakes the other rollouters, which share the room that is left.
         if self._asking and self._room() >= 1:
             self._notify()
         found = [(t, self._partials.pop(t.ordinal, None)) for t in tickets]
@@ -158,7 +159,7 @@ class MessageQueue(HasLine):
         self._notify()
 
     async def put_many(self, items: list[tuple[Ticket, TrajectoryGroup]]) -> list[Exception | None]:
-        """`put` for each; returns what each raised, in order."""
+        """`put` for each; returns the error of each put or None, in order."""
         outcomes: list[Exception | None] = []
         for ticket, group in items:
             try:
@@ -190,7 +191,7 @@ class MessageQueue(HasLine):
         """
         deadline = self._clock() + wait_s
         self._pacing.asked(self._clock())
-        self._notify()  # a step that waits is refused no group
+        self._notify()  # pacing never refuses the groups of a waiting step
         while True:
             selection = self._select(step)
             if selection.chosen:
@@ -203,9 +204,8 @@ class MessageQueue(HasLine):
             await self._wait_change(remaining)
 
     async def foresee(self, step: int, wait_s: float) -> tuple[GroupSummary, ...]:
-        """The groups that `step`, the one after that in training, would lease as things are, described as its lease
-        would; empty when after `wait_s` it would have to wait, or when the step in training has ended. Nothing is
-        decided by it."""
+        """The groups that `step`, the step after the current one, would lease now, as its lease would describe them.
+        Empty if the lease would still have to wait after `wait_s`, or the current step has ended. Decides nothing."""
 
         def is_next() -> bool:
             return step == self._ledger.step + 1
@@ -217,12 +217,12 @@ class MessageQueue(HasLine):
         return self._summaries(step, self._foreseen)
 
     async def fetch_ahead(self, keys: list[TrajectoryKey]) -> dict[TrajectoryKey, Trajectory]:
-        """Those of these sequences that were foreseen last."""
+        """The sequences among `keys` that were foreseen last."""
         groups = {ordinal: self._foreseen[ordinal].sequences for ordinal, _ in keys if ordinal in self._foreseen}
         return {(o, index): _alone(groups[o][index]) for o, index in keys if o in groups}
 
     async def fetch(self, keys: list[TrajectoryKey]) -> list[Trajectory]:
-        """Sequences of leased groups, without their branches; tokens over the limit are not in the loss mask. Raises
+        """Sequences of leased groups, without branches; tokens over the limit are masked out of the loss. Raises
         LedgerError naming an ordinal that is not leased."""
         groups: dict[int, tuple[Trajectory, ...]] = {}
         for ordinal in {ordinal for ordinal, _ in keys}:
@@ -232,8 +232,8 @@ class MessageQueue(HasLine):
         return [_alone(groups[ordinal][index]) for ordinal, index in keys]
 
     async def commit(self, step: int, *, leases_next: bool = False) -> Committed:
-        """Ends the leased groups as trained. `leases_next`: also leases those of the next step where they are ready, so
-        that the trainer waits for one answer in place of two."""
+        """Ends the leased groups as trained. `leases_next`: also leases the groups of the next step if they are ready,
+        which saves the trainer a call."""
         self._ledger.commit(step)
         self._leased = {}
         if self._described_step <= step:
@@ -251,12 +251,12 @@ class MessageQueue(HasLine):
     async def limit_lag(self, limit: int) -> LedgerCounts:
         """Sets the limit on the lag from the next lease on, at most `max_lag`; see `Ledger.limit_lag`."""
         self._ledger.limit_lag(limit)
-        self._notify()  # the tickets of expired groups are to be cancelled, or more groups may be admitted
+        self._notify()  # a lower limit cancels tickets, a higher one admits groups
         return self._ledger.counts
 
     async def wait_idle(self, wait_s: float) -> bool:
-        """True when no group is running and none can be admitted; False after `wait_s`. The drain before a publish
-        calls this. Raises RunFailed as `lease` does."""
+        """True when no group is running and none can be admitted; False after `wait_s`. Used by the drain before a
+        publish. Raises RunFailed as `lease` does."""
 
         def idle() -> bool:
             return not self._ledger.running() and self._ledger.admissible == 0
@@ -271,8 +271,8 @@ class MessageQueue(HasLine):
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
     async def capture(self, partials: list[PartialGroup]) -> LedgerCounts:
-        """Keeps the state of the queue at this moment between two steps for `save`, with those of `partials` whose
-        groups still run under the same ticket. Fast: it copies no tokens."""
+        """Keeps the current state of the queue, between two steps, for `save`, with the `partials` whose groups still
+        run under the same ticket. Fast: copies no tokens."""
         ledger = self._ledger.snapshot()
         snapshot = f"{ledger.step}-{secrets.token_hex(4)}"
         running = {r.ordinal: r for r in ledger.records if r.state == "running"}
@@ -294,8 +294,8 @@ class MessageQueue(HasLine):
         return ledger.counts
 
     async def save(self, directory: Path) -> None:
-        """Writes the last capture below `directory` while the queue continues to serve, after flushing the events up to
-        it to disk. Raises LedgerError: nothing was captured since the last save."""
+        """Writes the last capture below `directory` while the queue continues to serve; before that, flushes the events
+        to disk. Raises LedgerError: nothing was captured since the last save."""
         captured, self._captured = self._captured, None
         if captured is None:
             raise LedgerError(f"save to {directory}: capture comes first")
@@ -308,6 +308,7 @@ class MessageQueue(HasLine):
         Raises ConfigError: the files below `directory` cannot be restored."""
         saved = await asyncio.to_thread(load_state, directory)
         self._events.write(SnapshotRestored(saved.snapshot, saved.ledger.step, saved.ledger.counts))
+        # Everything that belongs to the undone steps is dropped; the captured windows and records replace it.
         self._stored = {stored.group.ordinal: stored for stored in saved.groups}
         self._leased, self._foreseen, self._described = {}, {}, {}
         self._pacing = build_pacing(self._spec.pacing, self._spec.groups_per_step, self._spec.max_lag)
@@ -320,6 +321,7 @@ class MessageQueue(HasLine):
         except LedgerError as error:
             do = "name another checkpoint, or its run directory for the newest intact one"
             raise ConfigError(explain(f"the ledger of {directory.parent}", str(error), do)) from error
+        # A requeued group has a new ticket, which its partial trajectories must carry to be handed out with it.
         self._partials = {
             ordinal: replace(partial, ticket=record.ticket)
             for ordinal, partial in partials.items()
@@ -336,7 +338,7 @@ class MessageQueue(HasLine):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _lease_now(self, step: int) -> LeaseManifest | None:
-        """None: the groups are not ready, or the run is to end; `lease` says so, when the step before is on record."""
+        """None: the groups are not ready, or the run must end; then `lease` raises, after the commit was recorded."""
         self._pacing.asked(self._clock())
         try:
             selection = self._select(step)
@@ -346,12 +348,12 @@ class MessageQueue(HasLine):
 
     def _select(self, step: int) -> Selection:
         self._budgets.check()
-        expired, began = self._ledger.counts.expired, self._clock()  # what the choice takes is no wait for groups
+        expired, began = self._ledger.counts.expired, self._clock()  # the selection itself is not waiting for groups
         selection = self._ledger.lease(step, lambda o, version: oldest_trained(self._stored[o].group, version))
         if selection.chosen:
             self._pacing.leased(selection.chosen, began)
         if selection.chosen or self._ledger.counts.expired > expired:
-            self._notify()  # more groups may be wanted now; a slot may be free, and a ticket cancelled
+            self._notify()  # a slot may be free, a ticket cancelled, or pacing may want more groups
         return selection
 
     def _manifest(self, step: int, ordinals: tuple[int, ...]) -> LeaseManifest:
@@ -361,7 +363,7 @@ class MessageQueue(HasLine):
         return LeaseManifest(step, self._summaries(step, self._leased), waited)
 
     def _as_trained(self, step: int, ordinals: tuple[int, ...]) -> dict[int, TrajectoryGroup]:
-        """The groups with the tokens masked that are over the limit in `step`."""
+        """The groups, with tokens over the limit in `step` masked."""
         policy = self._ledger.policy
         groups = {o: self._stored[o].group for o in ordinals}
         if policy.on_overdue != "mask":
@@ -369,7 +371,7 @@ class MessageQueue(HasLine):
         return {o: mask_older(group, policy.oldest_trainable(step)) for o, group in groups.items()}
 
     def _summaries(self, step: int, groups: dict[int, TrajectoryGroup]) -> tuple[GroupSummary, ...]:
-        """Most groups of a lease were described when it was foreseen: then the trainer does not wait for it again."""
+        """Reuses the summaries of foreseen groups, so that the trainer does not wait for them."""
         limit, known = self._ledger.policy.max_lag, self._described if step == self._described_step else {}
         self._described, self._described_step = {}, step
         for ordinal, group in groups.items():
@@ -417,7 +419,7 @@ class MessageQueue(HasLine):
         return min(self._ledger.admissible, wanted)
 
     def _share(self, client_id: str) -> int:
-        """New groups for this rollouter, so that all that ask now would hold the same number of them."""
+        """New groups for this rollouter, such that all rollouters that ask now hold equally many."""
         if (room := self._room()) < 1:
             return 0
         held = self._ledger.held()
@@ -426,7 +428,7 @@ class MessageQueue(HasLine):
 
 
 def _continues(partial: PartialGroup, record: GroupRecord, step: int) -> bool:
-    """True when `partial` belongs to this running group, and its tokens have versions that the group may have."""
+    """True if `partial` belongs to this running group, and the group may have its tokens' versions."""
     if partial.ticket != record.ticket or not (record.issued or record.kept):
         return False
     segments = [
@@ -440,5 +442,5 @@ def _continues(partial: PartialGroup, record: GroupRecord, step: int) -> bool:
 
 
 def _alone(sequence: Trajectory) -> Trajectory:
-    """Without branches, which are sequences of their own."""
+    """Without branches, which are separate sequences."""
     return replace(sequence, branches=()) if sequence.branches else sequence

@@ -1,32 +1,39 @@
-"""When groups are admitted within the limit on the lag: as early as it allows, or just in time. Pure: no clock, no I/O.
+"""When groups are admitted within the limit on the lag: as early as possible, or just in time. Pure: no clock, no I/O.
 
-A group that is ready long before its step ages in the queue for nothing. Where training is the slower side the queue is
-then full, and every token has the largest lag that is allowed. Just in time, a group is admitted so early that it will
-probably be ready when the step that trains it asks for it, and no earlier:
+A group that is ready long before its step only ages in the queue. If training is the slower side, the queue is always
+full, and every token has the largest allowed lag. Just-in-time pacing admits groups late, such that they are probably
+ready when their step asks for them:
 
-    wanted(now) = R + B (1 + floor((H - t) / T))        groups that are running or ready; R where H < t
+    wanted(now) = R + B (1 + floor((H - t) / T))    running or ready groups; R if H < t
 
-B: groups per step. T: time from a lease to the next question for one, which is what the trainer needs; not counted is
-what it waits; the median of the last steps. t: time until the next such question; minus what it has waited so far while
-one waits. H: how long before that question the groups of a step begin. R: a reserve. Of the groups that begin together
-a few may take far longer than the others. A step takes any B groups that are ready, and R groups more than it needs let
-it leave as many behind, which the next one trains.
+    B   groups per step
+    T   seconds the trainer needs per step (lease to next lease request, minus its waiting), median of recent steps
+    t   seconds until the next lease request; minus the seconds waited so far if a step waits
+    H   lead: seconds from the start of a step's groups to its lease request
+    R   reserve: extra groups, since a step takes any B ready groups and can leave R slow ones to the next step
 
-The groups of a block, B in the order of their admissions, took D_1 <= .. <= D_B from admission to ready. Without a
-reserve the step that trains them needs the lead D_B. With one it needs the B-th smallest of D_1 .. D_B and of D' - T of
-the R slowest of the block before, which began a step earlier; and at least D_B - (max_lag - 1) T, with which none of
-them is overdue. Where that is near T or over it, a reserve helps nothing. A step that asks earlier than expected needs
-as much more. One that waited needed at least the time from the admission of its groups, in the median, to its lease:
-groups that were filtered or failed, and others in their place, do not show in D. H is the smallest lead with which the
-steps of the last blocks would have waited 0.3 % of their time, or half as much with a reserve:
+H and R follow from recent blocks. A block is B groups in order of admission, which took D_1 <= .. <= D_B from admission
+to ready. The step that trains it needs the lead
+
+    R = 0:  D_B
+    R > 0:  max(D_B - (max_lag - 1) T, b)
+            b: B-th smallest of D_1 .. D_B and of D' - T, where D' are the R slowest times of the previous block
+
+* The first term keeps every group from being overdue. Where it is near T or above, a reserve does not help: the need is
+  D_B.
+* A step that asks earlier than expected needs that much more.
+* A step that waited needed at least the median time from admission to lease of its groups: D shows neither filtered and
+  failed groups nor their replacements.
+
+H is the smallest lead with which recent steps would have waited 0.3 % of their time, or half of that with a reserve:
 
     sum_i max(0, needed_i - H)  <=  0.003 sum_i T_i
 
-Of all R that is taken which makes R / B + H / T smallest, the steps by which groups grow older.
+R minimises R / B + H / T, the age of groups in steps.
 
-Where generation is the slower side T is short against D, and the formula asks for as many groups as the limit allows. A
-step that waits is not refused its groups (t = 0), and after each T more of waiting those of a further step are wanted:
-pacing can slow a run down, and cannot stop it. The hard bound is that of `staleness.py`, whatever is wanted here.
+If generation is the slower side, T is short compared with D, and the formula asks for as many groups as the limit
+allows. Pacing can slow a run down but not stop it: a waiting step has t <= 0, so its groups are wanted, and B more
+after each further T. `staleness.py` keeps the hard bound whatever pacing wants.
 """
 
 from __future__ import annotations
@@ -44,22 +51,23 @@ from asyncrl.types import LedgerCounts
 PacingName = Literal["eager", "just_in_time"]
 
 HISTORY_STEPS = 32
-"""Steps that tell which lead is needed."""
+"""Number of recent steps from which the lead is learned."""
 NEWEST_STEPS = 8
-"""Steps that tell how long the next one will take: their median."""
+"""Number of recent steps whose median is T."""
 WAIT_SHARE = 0.003
-"""Of the trainer's time, what waits for groups may take."""
+"""Largest share of the trainer's time that it may wait for groups."""
 RESERVE_WAIT_SHARE = WAIT_SHARE / 2
-"""The same with a reserve, of which less is known."""
+"""The same with a reserve, whose need is known less exactly."""
 RESERVE_BLOCKS = 6
-"""Blocks that must be known before there is a reserve."""
+"""Blocks observed before a reserve is tried."""
 RESERVE_LATE = 0.8
-"""A group that would be overdue, but for a lead of so many steps, is one that no reserve helps with."""
+"""In T: from this lateness of the slowest group on, a reserve does not help."""
 FORGOTTEN = 2
-"""First those groups that begin before anything is known, then those that began beside them."""
+"""How often the crowd of the start is forgotten: first the groups from before any step was measured, then the groups
+that ran next to them."""
 ROUNDING_S = 1e-6
 LEAST_KEPT_SHARE = 0.1
-"""Of the groups that are generated, the share that is taken to be not filtered, at least."""
+"""Lower bound for the estimated share of groups that are not filtered."""
 
 
 class Pacing(Protocol):
@@ -72,11 +80,11 @@ class Pacing(Protocol):
     def ready(self, ordinal: int, now: float) -> None: ...
 
     def gone(self, ordinal: int) -> None:
-        """It will not become ready."""
+        """The group will not become ready."""
         ...
 
     def asked(self, now: float) -> None:
-        """The trainer asks for the groups of a step. Further questions while it waits change nothing."""
+        """The trainer asks for the groups of a step. Repeated requests while it waits change nothing."""
         ...
 
     def leased(self, ordinals: Sequence[int], now: float) -> None:
@@ -88,7 +96,7 @@ class Pacing(Protocol):
         ...
 
     def next_change(self, now: float) -> float | None:
-        """When `wanted` will be larger without any of the calls above; None: it will not."""
+        """When `wanted` grows without any of the calls above; None: never."""
         ...
 
 
@@ -119,7 +127,7 @@ class Eager:
 
 @dataclass(slots=True)
 class _Group:
-    """`ended`: ready, or gone."""
+    """`ended`: ready or gone."""
 
     began: float
     block: int
@@ -128,14 +136,14 @@ class _Group:
 
 @dataclass(slots=True)
 class _Block:
-    """`left`: groups that have not ended, or are not even admitted. `took_s`: of those that were ready."""
+    """`left`: groups that have not ended or were not admitted yet. `took_s`: times of the groups that became ready."""
 
     left: int
     took_s: list[float] = field(default_factory=list)
 
 
 class JustInTime:
-    """Owns the times of the groups that are not trained yet, and of the last steps."""
+    """Owns the times of the untrained groups and of the last steps."""
 
     def __init__(self, groups_per_step: int, max_lag: int) -> None:
         self._size = groups_per_step
@@ -146,15 +154,15 @@ class JustInTime:
         self._complete: list[list[float]] = []
         """Times of the blocks that have ended since the last lease, each in ascending order."""
         self._before: list[float] = []
-        """Those of the last block before them."""
+        """Times of the last block before `_complete`."""
         self._crowd = 0
-        """So many blocks of the start are generated all at once: what they take is forgotten once others are known."""
+        """Blocks that were admitted together at the start. Their times are forgotten once later blocks are known."""
         self._forgotten = 0
-        """How often that has happened, of `FORGOTTEN`."""
+        """How often times were forgotten, at most `FORGOTTEN`."""
         self._trained_s: deque[float] = deque(maxlen=HISTORY_STEPS)
         reserves = _reserves(groups_per_step)
         self._needed_s: dict[int, deque[float]] = {reserve: deque(maxlen=HISTORY_STEPS) for reserve in reserves}
-        """By reserve: with which lead the steps of the last blocks would have waited for nothing."""
+        """Needed leads of the recent blocks, by reserve."""
         self._leased_at: float | None = None
         self._asked_at: float | None = None
         self._step_s = self._lead_s = 0.0
@@ -215,7 +223,7 @@ class JustInTime:
             needed_s.clear()
 
     def _learn(self, early: float, had: float | None) -> None:
-        """`had`: of a step that has waited, the time that its groups had, its wait included."""
+        """`had`: if the step has waited, the median time from admission to lease of its groups."""
         for took_s in self._complete or [[]] * (had is not None):
             for reserve, needed_s in self._needed_s.items():
                 needed = self._needed(took_s, reserve) + early if took_s else 0.0
@@ -224,12 +232,12 @@ class JustInTime:
         self._complete.clear()
 
     def _needed(self, took_s: Sequence[float], reserve: int) -> float:
-        """The lead of a step with such a block, if it asks when it is expected to."""
+        """The lead that a step with this block needs if it asks when expected."""
         longest = took_s[-1]
         late = longest - (self._max_lag - 1) * self._step_s
         if reserve == 0 or late > RESERVE_LATE * self._step_s:
             return longest
-        left = max(1, round(reserve * len(took_s) / self._size))  # some of the others may have been filtered
+        left = max(1, round(reserve * len(took_s) / self._size))  # scaled down, since groups may have been filtered
         both = sorted([*took_s, *(took - self._step_s for took in self._before[-left:])])
         return max(both[len(took_s) - 1], late)
 
@@ -255,11 +263,11 @@ class JustInTime:
         early = self._lead_s - self._until_asked(now)
         after = -early if early < 0 else self._step_s * (1 + math.floor(early / self._step_s)) - early
         if self._asked_at is None and after > self._until_asked(now) + ROUNDING_S:
-            return None  # the trainer asks before that, or does so any moment
+            return None  # the trainer asks before that
         return now + after
 
     def _until_asked(self, now: float) -> float:
-        """Below 0: how long the trainer has been waiting."""
+        """Below 0: the trainer has been waiting for this long."""
         if self._asked_at is not None:
             return self._asked_at - now
         if self._leased_at is None:
@@ -268,7 +276,7 @@ class JustInTime:
 
 
 def least_lead(needs: Sequence[float], allowed: float) -> float:
-    """The smallest lead, at least 0, of which `needs` together want no more than `allowed` more."""
+    """The smallest lead, at least 0, such that `needs` exceed it by at most `allowed` in total."""
     ordered, over = sorted([*needs, 0.0], reverse=True), 0.0
     for count, (need, following) in enumerate(pairwise(ordered), start=1):
         if over + count * (need - following) > allowed:
@@ -278,7 +286,7 @@ def least_lead(needs: Sequence[float], allowed: float) -> float:
 
 
 def _reserves(groups_per_step: int) -> list[int]:
-    """Those that are tried: up to half of a step."""
+    """Candidates for the reserve: 0 and powers of 2 up to half a step."""
     return [0, *(1 << power for power in range(groups_per_step.bit_length()) if 2 << power <= groups_per_step)]
 
 
@@ -287,10 +295,10 @@ def build_pacing(name: PacingName, groups_per_step: int, max_lag: int) -> Pacing
 
 
 def shortfall(pacing: Pacing, now: float, counts: LedgerCounts, filtered_share: float) -> float:
-    """New groups that the pacing wants now, some of which will be filtered; below 1: none.
+    """New groups that the pacing wants now, including groups that will be filtered; below 1: none.
 
     Args:
-        filtered_share: of the last groups that ended, those without a learning signal.
+        filtered_share: of the last ended groups.
     """
     kept = max(LEAST_KEPT_SHARE, 1.0 - filtered_share)
     return pacing.wanted(now) / kept - counts.running - counts.ready

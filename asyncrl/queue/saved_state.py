@@ -27,12 +27,12 @@ _BROKEN = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What json and numpy raise over files that they did not write."""
+"""Errors of json and numpy for files that they did not write."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What is in ledger.json."""
+    """Contents of ledger.json."""
 
     snapshot: str
     chain: str
@@ -46,8 +46,8 @@ class _Saved:
 class SavedState:
     """The state of a message queue at one moment.
 
-    `snapshot` names it in the events; `chain` is the running hash of that event. `groups`: the ready and leased groups,
-    in the order of their records. `partials`: the running groups, with their tickets. The windows are the text of
+    `snapshot`: its name in the events; `chain`: the running hash of that event. `groups`: the ready and leased groups,
+    in the order of their records. `partials`: the running groups, with their tickets. The windows are
     `EndWindow.to_text`.
     """
 
@@ -61,7 +61,7 @@ class SavedState:
 
 
 def save_state(directory: Path, state: SavedState) -> None:
-    """Writes `state` below `directory`, which is made."""
+    """Creates `directory` and writes `state` there."""
     directory.mkdir(parents=True, exist_ok=True)
     save_groups(directory, [stored.group for stored in state.groups])
     save_partials(directory, list(state.partials))
@@ -72,7 +72,7 @@ def save_state(directory: Path, state: SavedState) -> None:
 
 
 def load_state(directory: Path) -> SavedState:
-    """Raises ConfigError: the files are none that `save_state` wrote, or do not belong together."""
+    """Raises ConfigError: `save_state` did not write the files, or they do not belong together."""
     try:
         return _load(directory)
     except (*_BROKEN, ValueError) as error:

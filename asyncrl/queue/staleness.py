@@ -1,10 +1,10 @@
 """Which groups may be admitted and which must be trained now. Pure: no clock, no I/O.
 
-Symbols: `B` groups per step, `eta` the lag limit, `g` the step to be trained next, `v` the published version.
-The deadline of a group is the last step that may train it whole: version of its oldest token (of its admission while
-it has none) + eta. A state is feasible when earliest-deadline-first can still serve every active group in time: for
-every `d >= g`, the active groups with deadline <= d number at most `(d - g + 1) * B`. Admission and lease each keep
-a feasible state feasible, so no trained token ever has a lag over eta. docs/staleness.md has the argument in full.
+Symbols: `B` groups per step, `eta` the lag limit, `g` the step to be trained next, `v` the published version. The
+deadline of a group is the last step that may train it whole: version of its oldest token (of its admission while it has
+none) + eta. A state is feasible if earliest-deadline-first can still serve every active group in time: for every `d >=
+g`, at most `(d - g + 1) * B` active groups have deadline <= d. Admission and lease each keep a feasible state feasible,
+so no trained token ever has a lag over eta. docs/staleness.md has the full argument.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`chosen`: ordinals of the B groups to lease, oldest deadline first; empty while the step has to wait.
+    """`chosen`: ordinals of the B groups to lease, oldest deadline first; empty while the step must wait.
 
     `missing`: ready groups short of B. `overdue`: mandatory groups that are not ready although B others are. `expire`:
-    running groups to end so that the step can train others now; the caller ends them and selects again.
+    running groups that the caller must end before it selects again, so that the step can train others now.
     """
 
     chosen: tuple[int, ...]
@@ -41,8 +41,8 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class StalenessPolicy:
-    """The rules of admission and lease. `on_overdue`: what a step does when mandatory groups are not ready although B
-    others are."""
+    """The rules of admission and lease. `on_overdue`: what a step does if B groups are ready but mandatory ones are
+    not."""
 
     groups_per_step: int
     max_lag: int
@@ -67,14 +67,15 @@ class StalenessPolicy:
         return step - self.max_lag
 
     def admissible(self, *, step: int, version: int, active: int) -> int:
-        """How many more groups may be admitted at the published `version` when `active` groups are not yet trained.
+        """How many more groups may be admitted at the published `version` while `active` groups are not yet trained.
 
-        A new group gets the latest deadline of all, `version + max_lag`, so only the total is constrained.
+        A new group gets the latest deadline, `version + max_lag`, so only the total is constrained.
         """
         return max(0, (version + self.max_lag - step + 1) * self.groups_per_step - active)
 
     def surplus(self, candidates: Sequence[Candidate], step: int) -> tuple[int, ...]:
-        """The fewest groups to remove so that the rest is feasible. Empty under mask, which also trains late groups."""
+        """The fewest groups to remove such that the rest is feasible. Empty under mask, which also trains late
+        groups."""
         if self.on_overdue == "mask":
             return ()
         kept, dropped = 0, []
@@ -116,7 +117,7 @@ class StalenessPolicy:
 
     def _give_up(self, version: int, short: list[tuple[int, int]], unready: Sequence[Candidate]) -> tuple[int, ...]:
         """Under refill, the running groups to expire: the fewest, oldest deadline first, that leave no shortage once
-        their prompts are admitted again at `version`. Empty where that cannot help."""
+        their prompts are admitted again at `version`. Empty if expiring cannot help."""
         latest = self.deadline(version)
         if self.on_overdue != "refill" or short[-1][0] >= latest:
             return ()

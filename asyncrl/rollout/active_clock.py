@@ -1,4 +1,4 @@
-"""A deadline that the time in the queues of replicas does not bring closer. Pure."""
+"""A deadline that excludes the time in which requests wait for a place at a replica. Pure."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 1.0
-"""Shortest time between two looks at a clock that stands still, as long as a tenth of the limit is no less."""
+"""Shortest time between two looks at a stopped clock, unless a tenth of the limit is shorter."""
 
 
 class ActiveClock:
-    """The seconds that a response, or a trajectory, has left. It stands still while a request waits for a place at a
-    replica and none samples.
+    """The seconds that a response or a trajectory has left. Stopped while a request waits for a place at a replica and
+    no other request samples.
 
-    How long a request waits says how much work the run has admitted, not that something is wrong with the request:
-    with `max_lag` steps of groups at once it is `max_lag` steps of the trainer.
+    The wait for a place reflects how much work the run has admitted (up to `max_lag` steps of groups), not a fault of
+    the request.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """It runs from here on."""
+        """Starts the clock."""
         self.limit_s = limit_s
         self._clock = clock
         self._spent_s = 0.0
@@ -31,13 +31,13 @@ class ActiveClock:
         self._waiting += 1
 
     def sample(self) -> None:
-        """Its first token has come."""
+        """The first token of a request has arrived."""
         self._book()
         self._waiting -= 1
         self._sampling += 1
 
     def end(self, *, sampled: bool) -> None:
-        """A request has ended; `sampled`: with tokens."""
+        """A request has ended; `sampled`: it had received tokens."""
         self._book()
         if sampled:
             self._sampling -= 1
@@ -51,7 +51,7 @@ class ActiveClock:
         return self.limit_s - self._spent_s
 
     def look_s(self) -> float:
-        """Seconds after which to look again: it cannot be late before, or only by `LOOK_S`."""
+        """Seconds until the next check of the deadline, which then detects a miss at most `LOOK_S` late."""
         return max(self.left_s, min(LOOK_S, self.limit_s / 10))
 
     def _book(self) -> None:

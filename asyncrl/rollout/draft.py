@@ -9,18 +9,17 @@ from asyncrl.types import FinishReason, Generation, SamplingParams, Segment, Tok
 from asyncrl.types.trajectories import packed
 
 Span = tuple[str, float, float, dict[str, int]]
-"""What took place, from when to when (seconds since the epoch), and its figures."""
+"""(name, start, end, figures); times in seconds since the epoch."""
 
 
 class Draft:
-    """Every token of one response that has arrived so far, over all attempts; readable at any moment. Holds 8 bytes per
-    token, and an eighth more to grow.
+    """Every token of one response that has arrived so far, over all attempts; readable at any moment. Takes 8 bytes per
+    token, plus an eighth for growth.
 
     Args:
         prior: the tokens that the response already has, perhaps from another process.
-        attempts: gets the span of every attempt, if somebody wants to know.
-        finder: looks for stop texts, from the first token on. Tokens after the one that completes a stop text are not
-            added, whoever sampled them.
+        attempts: gets the span of every attempt; None: not recorded.
+        finder: looks for stop texts from the first token on. Tokens after a completed stop text are not added.
     """
 
     __slots__ = ("_cached_tokens", "_ends", "_extra", "_finder", "_ids", "_logprobs", "attempts", "num_tokens")
@@ -72,7 +71,7 @@ class Draft:
 
     @property
     def stopped(self) -> bool:
-        """A stop text is complete: the response has ended with the tokens that it has."""
+        """A stop text is complete: the response ends with its current tokens."""
         return self._finder is not None and self._finder.found is not None
 
     @property
@@ -87,13 +86,13 @@ class Draft:
 
     @property
     def extra(self) -> dict[str, np.ndarray]:
-        """Further arrays, [T, ...] each, copies; without those that some chunk did not have."""
+        """The further arrays that every chunk had, [T, ...] each, copies."""
         whole = {name: np.concatenate(parts) for name, parts in self._extra.items()}
         return {name: array for name, array in whole.items() if len(array) == self.num_tokens}
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """They tile `[0, T)`."""
+        """The segments tile `[0, T)`."""
         begun = [0, *(end for end, _, _ in self._ends)]
         return tuple(Segment(start, *source) for start, source in zip(begun, self._ends, strict=False))
 

@@ -1,4 +1,4 @@
-"""What an evaluation of one held-out set found: `EvalResult`, and how it comes from single responses. Pure."""
+"""The result of an evaluation of one held-out set, computed from single responses. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.types import EvalResult, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What counts of one response."""
+    """The figures of one response that enter the result."""
 
     correct: bool
     reward: float
@@ -29,7 +29,7 @@ class Answer:
 
 
 def is_correct(trajectory: Trajectory) -> bool:
-    """The reward's own part `correct` where it reports one, else a positive reward."""
+    """True if the reward's part `correct` is positive, or the reward itself if there is no such part."""
     return dict(trajectory.reward_parts).get("correct", trajectory.reward) > 0
 
 
@@ -42,9 +42,9 @@ def summarise(
     """The result of a held-out set.
 
     Args:
-        answers: per prompt the same number of responses; None for one that failed. At least one came.
-        pass_at: the k of the pass@k, each at most that number.
-        questions: per prompt what it asks, equal for prompts that ask the same; None: each asks its own.
+        answers: as many responses for each prompt; None for a failed one. At least one is not None.
+        pass_at: the values k of pass@k, each at most the number of responses per prompt.
+        questions: the question of each prompt, equal for equal questions; None: all differ.
     """
     samples = len(answers[0])
     correct = [sum(a is not None and a.correct for a in prompt) for prompt in answers]
@@ -66,7 +66,7 @@ def summarise(
     )
 
 
-# What a number of judged responses says about a policy: pass@k, mean@k and how sure one may be of them.
+# Statistics of judged responses: pass@k, mean@k and their confidence intervals.
 
 
 NORMAL_95 = 1.959963984540054
@@ -75,7 +75,7 @@ NORMAL_95 = 1.959963984540054
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Probability that at least one of k responses is right, drawn without replacement from `num_samples` of which
-    `num_correct` are: the unbiased estimate of the share of prompts that one of k responses gets right.
+    `num_correct` are right. Unbiased.
 
     Raises ValueError: not 1 <= k <= num_samples, or not 0 <= num_correct <= num_samples.
     Source: Chen et al. 2021 (arXiv:2107.03374) eq. 1, as a product: the binomials overflow.
@@ -101,20 +101,19 @@ def wilson_interval(rate: float, number: int) -> tuple[float, float]:
 def mean_interval(
     num_correct: Sequence[int], num_samples: int, questions: Sequence[Hashable] | None = None
 ) -> tuple[float, float]:
-    """95% interval of the accuracy: over which questions were asked, and over how they were sampled.
+    """95% interval of the accuracy, over the choice of questions and the sampling of responses.
 
-    Responses to one question are alike, whether one prompt is sampled several times or the set holds it several times:
-    the questions are the independent draws. With C questions, s_c right ones of n_c responses to question c, N
-    responses in all and the mean m = sum s_c / N
+    Responses to one question are correlated, so the questions are the independent draws. With C questions, s_c right
+    ones of n_c responses to question c, N responses in all and the mean m = sum s_c / N
 
         standard error^2 = C / (C - 1) * sum_c (s_c - m n_c)^2 / N^2
 
-    and the interval is the normal one, cut to [0, 1]. One response to each question: Wilson's. Where all questions do
-    equally well the formula would give a single point: Wilson's over the questions instead.
+    and the interval is the normal one, cut to [0, 1]. With one response per question the interval is Wilson's. If all
+    questions score equally the formula gives a single point, so Wilson's interval over the questions is used.
 
     Args:
-        num_correct: right responses to each prompt, each of `num_samples`.
-        questions: [prompts], equal for prompts that ask the same; None: each asks its own.
+        num_correct: right responses to each prompt, of `num_samples`.
+        questions: [prompts], as in `summarise`.
 
     Source: Liang and Zeger 1986; Miller 2024 (arXiv:2411.00640), clustered standard errors, without the factor
     C / (C - 1) that corrects for few clusters (Cameron and Miller 2015, sec. VI).
@@ -125,7 +124,7 @@ def mean_interval(
         of[0] += correct
         of[1] += num_samples
     right, total, clusters = sum(num_correct), len(num_correct) * num_samples, len(counted)
-    # In whole numbers, so that questions that do equally well are seen to.
+    # Whole numbers, so that equal scores compare as equal.
     squares = sum((s * total - right * n) ** 2 for s, n in counted.values())
     mean = right / total
     if squares == 0 or total == clusters:

@@ -1,7 +1,7 @@
 """The generation client: makes one response from any number of interrupted attempts, on any replicas.
 
-A resumed attempt keeps the tokens that had arrived, and continues with the version that its replica serves then. The
-segments of the response say which version sampled which tokens.
+A resumed attempt keeps the tokens that had arrived and continues with the current version of its replica. The segments
+of the response say which version sampled which tokens.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ logger = logging.getLogger(__name__)
 
 
 GATHER_POLLS, GATHER_S = 40, 2.0
-"""Tokens of a response that goes on wait at their replica for so many times the shortest interval, and as long at most,
-where nobody looks at them before its end: a response has a few chunks then, however fast the engine streams. A replica
-that dies loses them."""
+"""If no caller reads tokens as they arrive, the replica batches them for GATHER_POLLS polling intervals, at most
+GATHER_S. A response then comes in a few chunks, however fast the engine streams. A replica that dies loses the batched
+tokens."""
 
 
 class GenerationClient:
-    """Sends requests to replicas in batches and hands the streamed tokens to the responses that they belong to. Owns
-    the connections to the replicas, the router, and the tokens received so far of every pending response.
+    """Sends requests to replicas in batches and hands the streamed tokens to their responses. Owns the connections to
+    the replicas, the router, and the tokens received so far of every pending response.
 
     Consumes: `generate` calls of environments.
     Produces: whole responses, whose segments carry the replica's versions.
-    Waits for: chunks; one collector per replica makes long polls of 1 s, at least `poll_interval_s` apart, while the
-    replica has requests of this client: for ends of responses, and all tokens every `GATHER_POLLS` intervals. Each
-    response takes at most `request_timeout_s`, apart from the time in which it waits for a place at a replica that
-    streams tokens of other responses; one that streams nothing for `request_timeout_s` fails those that wait there.
+    Waits for: chunks. One collector per replica with requests of this client makes long polls of 1 s, at least
+        `poll_interval_s` apart, for ended responses, and for all tokens every `GATHER_POLLS` intervals. A response
+        takes at most `request_timeout_s`, excluding its wait for a place at a replica that streams other responses. A
+        replica that streams nothing for `request_timeout_s` fails the requests that wait there.
     Unblocked by: chunks; the loss of a replica, which ends its attempts with the tokens that had arrived.
     Stops when: `close` is called; every pending response then raises GenerationError. A collector also stops when its
     replica is lost.
@@ -74,12 +74,13 @@ class GenerationClient:
             replicas: the table of replicas, with a `ReplicaChannel` as the handle of each row.
             states: requests go to the replicas in these states.
             request_timeout_s: longest time for one response over all its attempts, from the first token of each.
-            poll_interval_s: shortest time between two collections from one replica; `collection_interval_s` of it.
-            waits_for_replacements: True connects to replicas that come later, and requests wait for one, within their
-                deadline, while there is none. False makes requests fail when every replica is lost, and ends `watch`.
-            max_lost: a response fails when this many replicas died while they worked on it: it may be what kills them.
-            router: None takes one whose limits suit replicas that decode many requests at once.
-            on_change: called when a replica gets its first request, or has ended its last one.
+            poll_interval_s: shortest time between two collections from one replica; see `collection_interval_s`.
+            waits_for_replacements: True connects to replicas that start later; without any replica, requests wait for
+                one within their deadline. False fails all requests and ends `watch` when every replica is lost.
+            max_lost: a response fails once this many replicas died while they worked on it: the response may be the
+                cause.
+            router: None: a `Router` with limits for replicas that decode many requests concurrently.
+            on_change: called when a replica gets its first request or ends its last one.
         """
         self._name = name
         self._states = states
@@ -108,18 +109,19 @@ class GenerationClient:
     def set_replicas(self, table: ReplicaTable, fleet: ReplicaTable | None = None) -> None:
         """Sends requests to the replicas of this table that are in `states`, and to no others.
 
-        The requests of a replica that left, or that is another incarnation, resume elsewhere with the tokens that had
-        arrived. A replica that was leased, that leaves, or that is another client's now, is told to end them, and they
-        resume with all that it has sampled (`handed_over`), if this client waits for replacements. A replica that
-        serves although its connection was lost is connected again.
+        The requests of a replica that left, or restarted as another incarnation, resume elsewhere with the tokens that
+        had arrived. If this client waits for replacements, a replica that is leased, leaves or moves to another client
+        is told to end its requests; they resume with all tokens that it sampled (`handed_over`). A serving replica
+        whose connection was lost is connected again.
 
         Args:
-            fleet: all replicas, where `table` has only those of this client.
+            fleet: all replicas, if `table` has only the replicas of this client.
         """
         lives_on: tuple[ReplicaState, ...] = ("leased",)
         if self._waits_for_replacements:
             lives_on = ("leased", "leaving", *self._states)
         rows = (table if fleet is None else fleet).rows
+        # Phase 1: drop the replicas that this client may no longer use. A live one still hands over its tokens.
         for replica_id, link in list(self._links.items()):
             row = rows.get(replica_id)
             if row is not None and row.incarnation != link.incarnation:
@@ -130,6 +132,7 @@ class GenerationClient:
                 self._withdraw(link)
             else:
                 self._lose(link, "it is late, it leaves, or another process takes its place")
+        # Phase 2: update the remaining replicas, and connect to new ones.
         for replica_id, row in table.those(*self._states).items():
             if replica_id in self._links:
                 self._router.put(replica_id, row.version, held=row.state == "held")
@@ -158,13 +161,13 @@ class GenerationClient:
         return shortest_s if link.leaves else collection_interval_s(shortest_s, len(self._busy))
 
     async def handed_over(self) -> None:
-        """Returns when the replicas that were leased or leave have returned what they sampled for this client, after
+        """Returns once the replicas that were leased or leave have returned the sampled tokens of this client, after
         `HAND_OVER_S` at the latest."""
         if self._hand_overs:
             await asyncio.wait(list(self._hand_overs))
 
     def _withdraw(self, link: ReplicaLink) -> None:
-        """Begins to end the requests of a live replica; they resume elsewhere with all tokens that it has sampled."""
+        """Begins to end the requests of a live replica; they resume elsewhere with all tokens that it sampled."""
         link.leave()
         self._unlink(link)
         self._count(link)
@@ -198,14 +201,13 @@ class GenerationClient:
 
         Args:
             session_id: requests of one session go to one replica while it can take them.
-            affinity: which replica should serve it otherwise. With `only`, the request waits for that replica as others
-                wait while there is none.
-            on_chunk: gets the tokens as they arrive. When it returns True the request is aborted, and the response ends
-                with finish_reason "stop" and all tokens that had been sampled.
-            draft: holds the tokens while they arrive, for a caller that reads them at any moment. A draft that has
-                tokens already continues that response: they count against `sampling.max_tokens`. A draft that finds a
-                stop text ends the response there, and the request is aborted.
-            clock: of the trajectory that the response belongs to; told when the response waits and when it samples.
+            affinity: the preferred replica otherwise. With `only`, the request waits for that replica.
+            on_chunk: gets the tokens as they arrive. If it returns True the request is aborted, and the response ends
+                with finish_reason "stop" and all tokens sampled so far.
+            draft: holds the tokens as they arrive; the caller may read it at any moment. The response continues after
+                the tokens that the draft already has, which count against `sampling.max_tokens`. A stop text found by
+                the draft aborts the request and ends the response.
+            clock: of the trajectory; told when the response waits and when it samples.
 
         Raises GenerationError: refused by the replica, no replica left, or not finished in time.
         """
@@ -252,8 +254,8 @@ class GenerationClient:
         return (await self.score_top(token_ids, score_from, 0, session_id=session_id)).logprobs
 
     async def score_top(self, token_ids: np.ndarray, score_from: int, top: int, *, session_id: str = "") -> Generation:
-        """As `score`, in `logprobs` of the generation; with `top` above 0 also the likeliest tokens of each place, in
-        `top_ids` and `top_logprobs` of its `extra`, [len - score_from, top] each."""
+        """As `score`, in `logprobs` of the generation. With `top` above 0 its `extra` also has the likeliest tokens of
+        each place in `top_ids` and `top_logprobs`, [len - score_from, top] each."""
         asked = SamplingParams(score_from=score_from, score_top=top)
         scored = await self.generate(token_ids, asked, session_id=session_id)
         if not np.array_equal(scored.token_ids, token_ids[score_from:]):
@@ -280,7 +282,7 @@ class GenerationClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail_all()  # what came while these ended
+        self._fail_all()  # requests that were added during the gather
         self._ended.cancel()
 
     def _fail_all(self) -> None:
@@ -291,6 +293,7 @@ class GenerationClient:
         self, request: GenerationRequest, affinity: Affinity, new: Callable[[ReplicaLink], PendingRequest]
     ) -> PendingRequest:
         """Raises TimeoutError: the response is late, or no replica has taken the request in time."""
+        # Phase 1: wait for a replica. `_added` is set whenever one is connected.
         if not self._may_send(affinity):
             async with asyncio.timeout(self._request_timeout_s):
                 while not self._may_send(affinity):
@@ -298,6 +301,7 @@ class GenerationClient:
                         raise GenerationError(self._last_loss)
                     self._added.clear()
                     await self._added.wait()
+        # Phase 2: send, and wait for the end of the attempt.
         link = self._links[self._router.pick(request.session_id, *affinity)]
         pending = new(link)
         for clock in pending.clocks:
@@ -348,7 +352,7 @@ class GenerationClient:
         """Ends the attempts on a lost replica with the tokens that had arrived; their responses resume elsewhere."""
         if link.lost:
             return
-        link.died = died and not link.leaves  # it was asked to end
+        link.died = died and not link.leaves  # a leaving replica was asked to exit
         logger.log(logging.INFO if link.leaves else logging.ERROR, "replica %d is lost: %s", link.replica_id, reason)
         self._unlink(link)
         link.detach()
@@ -359,7 +363,7 @@ class GenerationClient:
                 self._end(GenerationError(self._last_loss))
 
     def _unlink(self, link: ReplicaLink) -> None:
-        """No new request goes to it."""
+        """Excludes the replica from new requests."""
         if self._links.get(link.replica_id) is link:
             del self._links[link.replica_id]
             self._router.remove(link.replica_id)

@@ -1,4 +1,5 @@
-"""Makes trajectories and groups: by the environment, which is user code, with what scorers and the teacher add."""
+"""Makes trajectories and groups: the environment (user code) makes each trajectory; scorers and the teacher add to
+it."""
 
 from __future__ import annotations
 
@@ -38,15 +39,15 @@ CLOSE_WAIT_S = 5.0
 
 
 class GroupMaker:
-    """Owns the environment, the reward processes and the user code that runs. Not the generation clients."""
+    """Owns the environment, the reward processes and the running user code. Does not own the generation clients."""
 
     def __init__(
         self, recipe: Recipe, client: GenerationClient, pools: Mapping[str, GenerationClient], watch: ReplicaWatch
     ) -> None:
         """
         Args:
-            pools: clients of the pools of other models, by the section of the recipe.
-            watch: is told while a trajectory, or a reward of a group, is in progress.
+            pools: clients of the pools of other models, by section of the recipe.
+            watch: told while a trajectory, or a reward of a group, is in progress.
         """
         self._recipe = recipe
         self._client = client
@@ -54,7 +55,7 @@ class GroupMaker:
         self._watch = watch
         self._rewards = RewardPool(recipe.reward, start_timeout_s=recipe.ray.start_timeout_s)
         self._additions: list[Callable[[Trajectory, str], Awaitable[Trajectory]]] = []
-        """What is added to each trajectory: (trajectory, session id of its group) -> the trajectory with more."""
+        """Scorers and teachers: (trajectory, session id of its group) -> the trajectory with additions."""
         self.sampling: SamplingParams
         self.tools: SessionTools
         self._renderer: PromptRenderer
@@ -76,7 +77,8 @@ class GroupMaker:
             kept=rollout.sampling.keep_sets,
         )
         chat = Chat(tokenizer, recipe.model, rollout.tool_use.parser)
-        tools = await asyncio.to_thread(prompt_tools, recipe, tokenizer)  # it may wait for MCP servers
+        tools = await asyncio.to_thread(prompt_tools, recipe, tokenizer)  # blocks on MCP servers
+        # The rewards decode with the chat's tokenizer, and `start` of the environment is user code under a deadline.
         self._renderer = PromptRenderer(tokenizer, recipe.model, tools)
         self._environment = build_environment(recipe, chat)
         self._rewards.decode_with(chat.plain_decoder)
@@ -107,8 +109,8 @@ class GroupMaker:
             self._additions.append(partial(with_teacher, teacher, top_k=top_k))
 
     async def make(self, running: RunningGroup, row: PromptRow) -> TrajectoryGroup:
-        """All trajectories of the group concurrently, each validated; `running.done` gets each when it is complete.
-        Raises what the first failed one raises."""
+        """All trajectories of the group, made concurrently and validated; `running.done` gets each one when it is
+        complete. Raises the error of the first that failed."""
         ticket, done = running.ticket, running.done
         prompt_ids = self._renderer.prompt_ids(row)
 
@@ -123,10 +125,12 @@ class GroupMaker:
             done[i] = trajectory
             return trajectory
 
+        # Each trajectory stands in `done` before the group is complete, so a checkpoint saves it whole.
         trajectories = await concurrently(one(i) for i in range(len(done)))
         with self._watch.working():
             trajectories = await self._scorers.with_group_rewards(trajectories, row)
         group = TrajectoryGroup(ticket.ordinal, ticket.attempt, tuple(trajectories))
+        # Refused here, in the rollouter, since a trainer rank could only crash on it.
         longest = max(len(each.prompt_ids) + len(each.response_ids) for each in group.sequences)
         limit = self._recipe.max_tokens_per_microbatch
         if longest > limit:
@@ -160,13 +164,13 @@ class GroupMaker:
         if isinstance(self._environment, Managed):
             try:
                 await self._of_environment("its close", self._environment.close, CLOSE_WAIT_S)
-            except Exception:  # task boundary: what the close of a user's environment raises keeps nothing from ending
+            except Exception:  # task boundary: an error in a user's `close` must not stop the shutdown
                 logger.warning("the environment could not be closed", exc_info=True)
         await self._user_code.close()
 
     def _as_trained(self, trajectory: Trajectory) -> Trajectory:
-        """Without loss where it was cut and `mask_truncated` is set. Raises ValueError: an array that the engine
-        records is to be trained with, and it has none; or it has branches, and only one is to be trained."""
+        """The trajectory as it is trained: without loss if it was cut and `mask_truncated` is set. Raises ValueError:
+        it lacks an engine array that training needs, or has branches although only one is trained."""
         needed = {"experts": self.sampling.experts, "kept_ids": self.sampling.kept}
         for sequence in trajectory.sequences:
             lacking = [name for name, is_needed in needed.items() if is_needed and name not in sequence.extra]
@@ -194,11 +198,11 @@ class GroupMaker:
 async def with_teacher(
     teacher: GenerationClient, trajectory: Trajectory, session_id: str, *, top_k: int = 0
 ) -> Trajectory:
-    """The trajectory with what the teacher of on-policy distillation finds of its tokens.
+    """The trajectory with the teacher's log-probabilities, for on-policy distillation.
 
-    That is `extra["teacher_logprobs"]`, [T] float32, of all its response tokens, those that the environment wrote
-    included; with `top_k` above 0 also `top_ids` and `top_logprobs`, [T, top_k] each, of the likeliest tokens instead.
-    So have its branches. The same trajectory where it has them, as one that a checkpoint brought may.
+    Adds `extra["teacher_logprobs"]`, [T] float32, for all response tokens, including tokens of the environment. With
+    `top_k` above 0 adds `top_ids` and `top_logprobs` of the likeliest tokens instead, [T, top_k] each. Branches get
+    them too. Returns the trajectory unchanged if it already has them (restored from a checkpoint).
 
     Args:
         session_id: trajectories of one session go to one replica of the teacher while it can take them.

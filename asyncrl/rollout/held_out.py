@@ -18,7 +18,7 @@ from asyncrl.types import EvalResult, Trajectory
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 256
-"""Most responses in progress at once."""
+"""Most responses in progress concurrently."""
 
 Attempt = Callable[[int, int], Awaitable[Trajectory]]
 """(index of the prompt, number of the response) -> the trajectory that the environment returned."""
@@ -37,15 +37,16 @@ async def answer_held_out(
     """Evaluates `samples` responses to every prompt. A response that raises counts as wrong and as failed.
 
     Args:
-        lent: the client of the leased replicas; when the last of them is lost the evaluation fails. None: the serving
-            replicas answer.
+        lent: client of the leased replicas; the evaluation fails when the last one is lost. None: the serving replicas
+            answer.
 
     Raises:
         GenerationError: every response failed, or the last of the lent replicas was lost.
-        DeadlineExceeded: it took longer than `timeout_s`.
+        DeadlineExceeded: the evaluation took longer than `timeout_s`.
     """
     work = asyncio.create_task(_answers(name, prompts, attempt, samples))
     lost = asyncio.create_task(lent.watch()) if lent is not None else None
+    # The loss of the last leased replica ends the wait early: its responses would only time out.
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.wait([work, lost] if lost else [work], return_when=asyncio.FIRST_COMPLETED)
@@ -57,6 +58,7 @@ async def answer_held_out(
         found = f"{len(prompts.rows)} prompts with {samples} response(s) each were not all answered"
         do = "raise eval.timeout_s, or lower eval.max_prompts or eval.samples"
         raise DeadlineExceeded(explain(asked, found, do)).of(ROLLOUTER) from None
+    # Both tasks end here, whichever came first: a left-over response would hold a replica of the next evaluation.
     finally:
         ending: list[asyncio.Task[Any]] = [work] if lost is None else [work, lost]
         for task in ending:

@@ -1,4 +1,4 @@
-"""Asks the judge, a model in a pool of its own, what responses are worth."""
+"""The judge: a model in a pool of its own that scores responses."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _TOLD_CHARS = 200
 
 
 class Judge:
-    """Turns responses into questions of `reward.judge.prompt`, and the answers into rewards. Owns the judge's
+    """Fills `reward.judge.prompt` with responses, and turns the judge's answers into rewards. Owns the judge's
     tokenizer, not the client."""
 
     def __init__(self, config: JudgeConfig, model: ModelConfig, client: GenerationClient) -> None:
-        """Raises ConfigError: the judge has no tokenizer or no chat template, or two answers begin alike."""
+        """Raises ConfigError: the judge has no tokenizer or no chat template, or one answer is a prefix of another."""
         self._config = config
         self._client = client
         self._tokenizer = tokenizer = load_tokenizer(model)
@@ -43,19 +43,19 @@ class Judge:
             _require_distinct(dict(zip(config.worths, (ids for ids, _ in self._answers), strict=True)))
 
     async def score(self, response: str, row: PromptRow) -> RewardResult:
-        """What one response is worth. Raises GenerationError: no answer in time; ValueError: one that cannot be
+        """The reward of one response. Raises GenerationError: no answer in time; ValueError: the answer cannot be
         read."""
         return await self._ask({"{response}": response}, row)
 
     async def compare(self, responses: Sequence[str], row: PromptRow) -> tuple[RewardResult, ...]:
-        """What each response of a group is worth, by comparisons of all pairs in both orders. Raises as `score`."""
+        """The reward of each response of a group, by comparisons of all pairs in both orders. Raises as `score`."""
         pairs = list(itertools.permutations(range(len(responses)), 2))
         found = await concurrently(
             self._ask({"{first}": responses[i], "{second}": responses[j]}, row) for i, j in pairs
         )
         shares, unreadable = np.full((len(responses), len(responses)), 0.5), np.zeros(len(responses))
         for (i, j), result in zip(pairs, found, strict=True):
-            if result.parts:  # not read: neither is better
+            if result.parts:  # unreadable: a tie
                 unreadable[i] += 1 / (len(responses) - 1)
             else:
                 shares[i, j] = result.reward
@@ -76,7 +76,7 @@ class Judge:
             raise GenerationError(f"the judge on a response to {row.origin}: {error}") from error
 
     async def _expected(self, prompt_ids: np.ndarray) -> float:
-        """The mean worth of the answers by their probability against each other."""
+        """The mean worth of the answers, weighted by their relative probabilities."""
         asked = (np.concatenate([prompt_ids, ids]) for ids, _ in self._answers)
         found = await concurrently(self._client.score(tokens, len(prompt_ids)) for tokens in asked)
         logprobs = np.array([float(np.sum(logprobs, dtype=np.float64)) for logprobs in found])
@@ -84,7 +84,7 @@ class Judge:
         return float(likely @ [worth for _, worth in self._answers] / likely.sum())
 
     async def _written(self, prompt_ids: np.ndarray, row: PromptRow) -> RewardResult:
-        """What the judge has written is worth."""
+        """The reward for the judge's written answer."""
         config = self._config
         sampling = SamplingParams(temperature=0.0, max_tokens=config.max_tokens, stop_token_ids=self._stops)
         generation = await self._client.generate(prompt_ids, sampling)
@@ -102,8 +102,8 @@ class Judge:
 
 
 def read_worth(text: str, config: JudgeConfig) -> float | None:
-    """The worth of what a judge has written, by the last match of `config.pattern`; None: there is none, or it is
-    neither a known answer nor, without any, a finite number (with pairwise from 0 to 1)."""
+    """The worth in a judge's text, by the last match of `config.pattern`. None: no match, or the match is neither a
+    known answer nor, if no answers are configured, a finite number (with pairwise from 0 to 1)."""
     matches = re.findall(config.pattern, text)
     if not matches:
         return None
@@ -118,7 +118,8 @@ def read_worth(text: str, config: JudgeConfig) -> float | None:
 
 
 def _require_distinct(answers: Mapping[str, np.ndarray]) -> None:
-    """Raises ConfigError: the tokens of one answer begin with those of another one, whose probability includes it."""
+    """Raises ConfigError: the tokens of one answer are a prefix of another's, so its probability would include the
+    other."""
     for (one, first), (other, second) in itertools.combinations(answers.items(), 2):
         shared = min(len(first), len(second))
         require(
@@ -130,5 +131,5 @@ def _require_distinct(answers: Mapping[str, np.ndarray]) -> None:
 
 
 def _filled(template: str, places: Mapping[str, str]) -> str:
-    """The template with its places filled in one pass: a response that contains the name of a place stays as it is."""
+    """The template, filled in one pass: a response that contains the name of a place is not filled again."""
     return re.sub("|".join(map(re.escape, places)), lambda found: places[found.group()], template)

@@ -1,5 +1,5 @@
-"""The connection of a generation client to one replica: sends its requests in batches, and hands the tokens that
-arrive to the responses that they belong to."""
+"""The connection of a generation client to one replica: sends its requests in batches, and hands arriving tokens to
+their responses."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from asyncrl.types import FinishReason, GenerationRequest, TokenChunk
 logger = logging.getLogger(__name__)
 
 COLLECT_S = 0.0002
-"""CPU time that a collection from one replica costs this process in all its threads, tokens apart."""
+"""CPU time of one collection from a replica in all threads of this process, without the handling of tokens."""
 COLLECT_SHARE = 0.05
 """Collections take at most this share of the process's time; beyond that they become rarer."""
 COLLECT_WAIT_S = 1.0
 """Longest wait of a collection."""
 HAND_OVER_S = 2.0
-"""A live replica that takes no more requests has so long to return what it has sampled."""
+"""How long a live replica that takes no more requests has to return its sampled tokens."""
 LONGEST_QUEUE = 4.0
-"""Times `rollout.request_timeout_s`: as long may a request wait at a replica that streams other responses."""
+"""Longest wait of a request at a replica that streams other responses, in multiples of `rollout.request_timeout_s`."""
 
 
 def collection_interval_s(shortest_s: float, num_busy: int) -> float:
     """Seconds between two collections from one replica, while `num_busy` replicas have requests. `shortest_s` for a few
-    replicas; with more it grows, so that the calls of all together take a bounded share of a core."""
+    replicas; grows with more, so that all collections together take a bounded share of a core."""
     return max(shortest_s, num_busy * COLLECT_S / COLLECT_SHARE)
 
 
@@ -42,22 +42,22 @@ class ReplicaChannel(Protocol):
     async def submit(self, requests: list[GenerationRequest]) -> None: ...
 
     async def collect(self, wait_s: float, gather_s: float) -> list[TokenChunk]:
-        """Chunks that were not collected before: of requests that have ended as soon as there is one, of all once
-        tokens have waited for `gather_s`. Waits at most `wait_s`."""
+        """New chunks: of an ended request immediately, of all requests once tokens have waited for `gather_s`. Waits at
+        most `wait_s`."""
         ...
 
     async def abort(self, request_ids: list[str]) -> None: ...
 
 
 OnChunk = Callable[[TokenChunk, int], bool | None]
-"""(chunk, replica id) -> True when the caller needs no more of this response. Called in order with each chunk that has
-tokens, when it arrives. Must be quick and must not raise."""
+"""(chunk, replica id) -> True when the caller needs no more of this response. Called in order, on arrival of each chunk
+with tokens. Must be quick and must not raise."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A request in flight. Its tokens go to the draft of its response. `clocks` stand still while it waits, first its
-    own; `sampled`: a token has come; `enough`: the response needs no more tokens than it has."""
+    """A request in flight. Its tokens go to the draft of its response. `clocks` (its own first) stand still while it
+    waits. `sampled`: a token has arrived. `enough`: the response needs no more tokens."""
 
     link: ReplicaLink
     draft: Draft
@@ -76,7 +76,7 @@ class PendingRequest:
 
     @property
     def followed(self) -> bool:
-        """Its tokens decide whether it goes on."""
+        """The caller reads tokens as they arrive, to decide whether the response continues."""
         return self.on_chunk is not None or self.draft.looks_for_stop
 
     def fail(self, failure: Exception) -> None:
@@ -98,8 +98,7 @@ class PendingRequest:
             await self.done.wait(look_s)
 
     def take(self, chunk: TokenChunk) -> bool:
-        """Adds the tokens of a chunk. True when the response needs no more than it has now, although the replica would
-        go on."""
+        """Adds the tokens of a chunk. True when the response is complete although the replica would continue."""
         count = len(chunk.token_ids)
         if count:
             self.link.heard_at = time.monotonic()
@@ -120,11 +119,11 @@ class PendingRequest:
 
 @dataclass(slots=True, eq=False)
 class ReplicaLink:
-    """The connection to one incarnation of a replica. The next incarnation under the same id is another link.
+    """The connection to one incarnation of a replica. The next incarnation with the same id gets another link.
 
-    `requests`: those in flight of the client, at all replicas. `gather_s`: tokens that nobody looks at before the end
-    of their response wait at the replica for so long. `interval_s()`: seconds between two collections. `lose(link, why,
-    died)`: is called when a call finds the replica gone. `spawn(work, name)`: starts a task that the client owns.
+    `requests`: all requests in flight of the client, at all replicas. `gather_s`: how long the replica batches tokens
+    that no caller reads as they arrive. `interval_s()`: seconds between two collections. `lose(link, why, died)`:
+    called when a call finds the replica gone. `spawn(work, name)`: starts a task that the client owns.
     """
 
     replica_id: int
@@ -138,26 +137,26 @@ class ReplicaLink:
     in_flight: int = 0
     """Requests of this link."""
     followed: int = 0
-    """Of these, the responses whose tokens somebody looks at when they arrive."""
+    """How many of the requests in flight have a caller that reads tokens as they arrive."""
     leaves: bool = False
-    """It gets no new request; what it has still returns its tokens."""
+    """The replica gets no new request; its remaining requests still return tokens."""
     lost: bool = False
-    """Nothing that it sends counts any more."""
+    """Anything that the replica still sends is dropped."""
     died: bool = False
-    """The replica's process died. Only then may a request be the cause; a late or removed replica does not count."""
+    """The replica's process died. Only then may a request be the cause."""
     heard_at: float = 0.0
-    """When tokens of any request last came from it, by the monotonic clock."""
+    """When tokens of any request last arrived, by the monotonic clock."""
     _submitted: asyncio.Event = field(default_factory=asyncio.Event)
     _outgoing: list[GenerationRequest] = field(default_factory=list)
     _empty: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it leaves and has no request any more."""
+    """Set once the link leaves and has no requests."""
 
     @property
     def takes_requests(self) -> bool:
         return not self.leaves and not self.lost
 
     def send(self, request: GenerationRequest, pending: PendingRequest) -> None:
-        """Collects the requests of one turn of the event loop into a single call."""
+        """Sends the request together with all others of this turn of the event loop, in one call."""
         self.requests[request.request_id] = pending
         self.in_flight += 1
         self.followed += pending.followed
@@ -166,7 +165,7 @@ class ReplicaLink:
             self.spawn(self._flush(), f"submit to replica {self.replica_id}")
 
     def forget(self, request_id: str) -> None:
-        """The request has ended, for whatever reason."""
+        """Removes an ended request."""
         pending = self.requests.pop(request_id)
         self.in_flight -= 1
         self.followed -= pending.followed
@@ -180,11 +179,11 @@ class ReplicaLink:
                 await self.channel.abort([request_id])
             except ProcessDied as e:
                 self.lose(self, str(e), True)
-            except AsyncRLError as e:  # the answer is not needed: tokens that still arrive are dropped
+            except AsyncRLError as e:  # best effort: tokens that still arrive are dropped
                 logger.warning("abort on replica %d: %s", self.replica_id, e)
 
     async def collect(self) -> None:
-        """Collects the chunks of the replica until it is lost; idle while it has no request of this client."""
+        """Collects chunks until the replica is lost; idle while it has no request of this client."""
         loop = asyncio.get_running_loop()
         while not self.lost:
             await self._submitted.wait()
@@ -202,8 +201,8 @@ class ReplicaLink:
             await asyncio.sleep(max(0.0, self.interval_s(self) - (loop.time() - started)))
 
     async def hand_over(self) -> None:
-        """Ends the requests of a live replica, which gets no more; they end with all tokens that it has sampled, after
-        `HAND_OVER_S` at the latest."""
+        """Ends the requests of a live replica that takes no more; they return all sampled tokens, after `HAND_OVER_S`
+        at the latest."""
         try:
             async with asyncio.timeout(HAND_OVER_S):
                 await self._stop_working()
@@ -215,7 +214,7 @@ class ReplicaLink:
             self.detach()
 
     def leave(self) -> None:
-        """No new request comes; `hand_over` follows."""
+        """Stops new requests; `hand_over` follows."""
         self.leaves = True
         if not self.in_flight:
             self._empty.set()
@@ -223,7 +222,7 @@ class ReplicaLink:
     def detach(self) -> None:
         """Ends the attempts on the replica with the tokens that have arrived."""
         self.lost = True
-        self._submitted.set()  # its collector ends
+        self._submitted.set()  # wakes the collector, which then exits
         for pending in self.requests.values():
             if pending.link is self:
                 pending.done.set()
@@ -232,26 +231,26 @@ class ReplicaLink:
         batch, self._outgoing = self._outgoing, []
         try:
             if self.lost:
-                return  # losing it ended these attempts too
+                return  # `detach` ended these attempts
             if self.leaves:
                 for pending in filter(None, (self.requests.get(request.request_id) for request in batch)):
-                    pending.done.set()  # it never had them
+                    pending.done.set()  # the replica never received the request
                 return
             await self.channel.submit(batch)
             self._submitted.set()
         except (ProcessDied, DeadlineExceeded) as e:
             self.lose(self, str(e), isinstance(e, ProcessDied))
-        except Exception as e:  # noqa: BLE001 - task boundary: it becomes the failure of the requests it was sending
+        except Exception as e:  # noqa: BLE001 - task boundary: fails the requests of this batch
             for pending in filter(None, (self.requests.get(request.request_id) for request in batch)):
                 pending.fail(e)
 
     async def _stop_working(self) -> None:
-        """Has the replica end the requests that it has of this client."""
+        """Aborts this client's requests at the replica."""
         begun = [request_id for request_id, pending in self.requests.items() if pending.link is self]
         try:
             if begun:
                 await self.channel.abort(begun)
-        except AsyncRLError as e:  # they resume elsewhere in any case; the health check of the pool finds the replica
+        except AsyncRLError as e:  # the requests resume elsewhere anyway; the pool's health check finds the replica
             logger.warning("abort on replica %d: %s", self.replica_id, e)
 
     def _deliver(self, chunk: TokenChunk) -> None:
@@ -261,5 +260,5 @@ class ReplicaLink:
         if chunk.error is not None:
             refusal = BadRequest if chunk.bad_request else GenerationError
             pending.fail(refusal(chunk.error))
-        elif not pending.link.lost and pending.take(chunk):  # a lost one's attempts have ended with what they had
+        elif not pending.link.lost and pending.take(chunk):  # attempts on a lost replica have already ended
             self.spawn(pending.link.abandon(chunk.request_id), f"abort of {chunk.request_id}")

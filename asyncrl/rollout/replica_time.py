@@ -19,15 +19,15 @@ ReplicaCause = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUse:
-    """What the replicas do at one moment.
+    """The activity of all replicas at one moment.
 
     Attributes:
         serving: replicas that take requests; `busy` of them have some.
-        held: replicas that take no new ones because of a publish; `held_busy` of them still have some.
+        held: replicas that take no new requests because of a publish; `held_busy` of them still have some.
         leased: replicas of an evaluation.
-        asleep: replicas that sleep in the trainer's turn, whether or not requests wait at their gates.
+        asleep: replicas that sleep during the trainer's turn, whether or not requests wait at their gates.
         absent: replicas that start, are late or have died.
-        working: trajectories that have no request: their environment or reward works.
+        working: trajectories without a request: their environment or reward is at work.
     """
 
     serving: int = 0
@@ -41,9 +41,9 @@ class ReplicaUse:
 
     @property
     def replicas(self) -> dict[ReplicaCause, int]:
-        """How many replicas each cause has. Replicas without a request wait for environments and rewards if any works:
-        these keep slots and requests back. Otherwise every admitted group is being generated or waits to be trained,
-        and the queue admits no more."""
+        """Number of replicas by cause. If any environment or reward works, idle replicas count as waiting for them,
+        since they hold back slots and requests. Otherwise the queue admits no more: every admitted group is being
+        generated or waits to be trained."""
         idle = self.serving - self.busy
         return {
             "generating": self.busy + self.held_busy,
@@ -57,14 +57,14 @@ class ReplicaUse:
 
 
 class ReplicaTime:
-    """Owns the replica seconds of each cause since its start."""
+    """Owns the replica seconds by cause since its start."""
 
     def __init__(self, now: float) -> None:
         self._use, self._since = ReplicaUse(), now
         self._seconds: dict[ReplicaCause, float] = dict.fromkeys(ReplicaUse().replicas, 0.0)
 
     def observe(self, now: float, use: ReplicaUse) -> Mapping[ReplicaCause, float]:
-        """Books the time since the last call to what was seen then; `use` is what is seen now. Returns the seconds."""
+        """Books the time since the last call under the previous `use`, and keeps this one. Returns the seconds."""
         for cause, count in self._use.replicas.items():
             self._seconds[cause] += count * (now - self._since)
         self._use, self._since = use, now
@@ -72,7 +72,7 @@ class ReplicaTime:
 
 
 class ReplicaWatch:
-    """Books the time of the replicas of one generation client, whenever something changes."""
+    """Books the time of one client's replicas whenever their state changes."""
 
     def __init__(self) -> None:
         self._time = ReplicaTime(time.monotonic())
@@ -84,12 +84,12 @@ class ReplicaWatch:
         """Trajectories, and rewards of groups, in progress."""
 
     def follow(self, client: GenerationClient) -> None:
-        """Called first. The client has `observe` as its `on_change`."""
+        """Sets the client, whose `on_change` is `observe`. Called first."""
         self._client = client
         self.observe()
 
     def begin(self) -> None:
-        """Counts from here: the replicas serve now, and their start is nobody's lost time."""
+        """Starts counting: the start-up of replicas is not lost time."""
         self._time = ReplicaTime(time.monotonic())
         self.observe()
 
@@ -101,14 +101,14 @@ class ReplicaWatch:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A trajectory or a group is in progress: replicas without a request wait for it."""
+        """Marks a trajectory or a group as in progress: idle replicas wait for it."""
         self._working += 1
         try:
             yield
         finally:
             self._working -= 1
             busy = len(self._client.busy)
-            if busy < self._states["serving"] + self._states["held"]:  # else none waits for anything
+            if busy < self._states["serving"] + self._states["held"]:  # else no replica is idle
                 self.observe()
 
     def observe(self) -> Mapping[ReplicaCause, float]:

@@ -1,7 +1,7 @@
-"""The rollouter: generates many groups concurrently. Runs as a Ray actor, which
-`driver.fleet.rollouters` replaces when it dies.
+"""The rollouter: generates many groups concurrently. Runs as a Ray actor, which `driver.fleet.rollouters` replaces when
+it dies.
 
-The admission loop starts one task per ticket; the task has `rollout.group_maker` make the group, and answers the
+The admission loop starts one task per ticket. The task has `rollout.group_maker` make the group, and answers the
 ticket.
 """
 
@@ -62,7 +62,7 @@ CANCEL_WAIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """What a rollouter is built from. `train`: None where only held-out sets are evaluated."""
+    """Arguments of a rollouter. `train` None: it only evaluates held-out sets."""
 
     recipe: Recipe
     train: TrainingSet | None
@@ -86,7 +86,7 @@ class Rollouter:
     def __init__(self, spec: RolloutSpec, queue: ActorClient[MessageQueue] | None, client_id: str) -> None:
         """
         Args:
-            queue: None for one that evaluates held-out sets only, and is not `run`.
+            queue: None: the rollouter only evaluates held-out sets, and `run` is not called.
             client_id: names this incarnation among all clients of the queue and of the replicas.
         """
         self._recipe = recipe = spec.recipe
@@ -106,18 +106,18 @@ class Rollouter:
         self._failure: asyncio.Future[None] | None = None
         self._evaluations = itertools.count()
         self._lent: GenerationClient | None = None
-        """Client of the leased replicas, while an evaluation has some."""
+        """Client of the leased replicas during an evaluation."""
         self._pools: dict[str, GenerationClient] = {}
-        """Clients of the pools of other models, by the section of the recipe."""
+        """Clients of the pools of other models, by section of the recipe."""
         self._watch = ReplicaWatch()
         self._waiting_puts: list[_Put] = []
         self._sender: asyncio.Task[None] | None = None
-        """Sends them."""
+        """Sends the waiting puts."""
         self.client: GenerationClient
         self._maker: GroupMaker
 
     async def start(self) -> RolloutStats:
-        """Gets ready to generate and connects to the replicas. Raises ConfigError."""
+        """Builds the group maker and connects to the replicas. Raises ConfigError."""
         self.client = self._new_client("groups", self._replicas, states=("serving", "held"), waits=True)
         self._watch.follow(self.client)
         self._pools = {key: self._pool_client(key) for key in self._recipe.pools if self._train is not None}
@@ -143,11 +143,11 @@ class Rollouter:
                 loop.cancel()
 
     async def set_replicas(self, table: ReplicaTable, own: Collection[int] | None = None) -> None:
-        """Sends requests to the replicas that serve in this table; its handles are `ReplicaChannel`s. An older table
-        than the last one is ignored. Returns when those that were leased or leave have handed over their tokens.
+        """Sends requests to the serving replicas of this table, whose handles are `ReplicaChannel`s. Ignores a table
+        older than the last one. Returns once replicas that were leased or leave have handed over their tokens.
 
         Args:
-            own: the replicas that this rollouter's groups go to; None: all.
+            own: the replicas for this rollouter's groups; None: all.
         """
         if table.generation >= self._replicas.generation:
             self._replicas = mine = table if own is None else table.only(own)
@@ -159,7 +159,7 @@ class Rollouter:
             await self.client.handed_over()
 
     async def set_pool(self, key: str, table: ReplicaTable) -> None:
-        """The replicas of the pool of another model, with `ReplicaChannel`s as handles. `key`: its section of the
+        """Sets the replicas of another model's pool, with `ReplicaChannel`s as handles. `key`: section of the
         recipe."""
         if key in self._pools:
             self._pools[key].set_replicas(table)
@@ -174,10 +174,10 @@ class Rollouter:
         """Answers every prompt of a held-out set `eval.samples` times, with the version that the replicas serve now.
 
         Args:
-            table: its leased replicas answer, and do nothing else; where none is leased those that serve, which also
-                answer the rollouts. None: the replicas of this rollouter's groups.
+            table: its leased replicas answer, and nothing else runs on them. Without a leased replica its serving ones
+                answer, concurrently with the rollouts. None: the replicas of this rollouter's groups.
 
-        Raises what `answer_held_out` raises.
+        Raises as `answer_held_out`.
         """
         config, prompts = self._recipe.eval, self._held_out[name]
         lent = (
@@ -190,6 +190,7 @@ class Rollouter:
                 waits=False,
             )
         )
+        # An evaluation has its own temperature, and no top_p or top_k.
         tools, of_groups = self._maker.tools, self._maker.sampling
         if lent is not None:
             tools = replace(tools, client=lent)
@@ -205,6 +206,7 @@ class Rollouter:
             task = Task(prompts.rows[index], prompts.prompt_ids[index], index, number)
             return await self._maker.trajectory(task, session)
 
+        # `set_replicas` passes its tables on to `_lent`, so the evaluation notices a lost replica.
         self._lent = lent
         try:
             return await answer_held_out(
@@ -240,7 +242,7 @@ class Rollouter:
 
     async def stop(self) -> None:
         if self._failure is None:
-            return  # it has not started
+            return  # `start` was never called
         if not self._failure.done():
             self._failure.set_result(None)
         tasks = [running.task for running in self._groups.values() if running.task is not None]
@@ -408,8 +410,8 @@ def _key(ticket: Ticket) -> tuple[int, int]:
 
 
 async def _unless_cancelled(call: Awaitable[T]) -> T:
-    """Awaits a put or a nack. The queue may refuse it because it has just cancelled the ticket: the next admission
-    then has the cancellation, which cancels the task that waits here. Raises LedgerError when none comes."""
+    """Awaits a put or a nack. If the queue refuses it because the ticket was just cancelled, waits until the next
+    admission cancels this task. Raises LedgerError if no cancellation arrives."""
     try:
         return await call
     except LedgerError:

@@ -21,9 +21,9 @@ _NEWEST, _OLDER, _HELD = range(3)
 
 
 class Affinity(NamedTuple):
-    """Which replica should serve a request, beside that of its session.
+    """The preferred replica of a request, after that of its session.
 
-    `prefix`: `prefix_blocks` of the prompt; empty to ignore it. `near`: the replica that served the turn before.
+    `prefix`: `prefix_blocks` of the prompt; empty to ignore it. `near`: the replica that served the previous turn.
     `only`: no other replica may serve the request.
     """
 
@@ -40,8 +40,8 @@ def prefix_blocks(prompt_ids: np.ndarray) -> list[int]:
     Two prompts share a hash when they share that prefix, hash collisions aside.
 
     Each of the first 32 blocks ends a prefix; after them the distance doubles with the length. A prompt of 100,000
-    tokens has about 150 prefixes, and the length of a common prefix is known to within 6%. The hashes are comparable
-    within one process only.
+    tokens has about 150 prefixes, and the length of a common prefix is known to within 6%. Hashes are comparable only
+    within one process.
     """
     data = prompt_ids.astype(np.int32, copy=False).tobytes()
     block_bytes = 4 * BLOCK_TOKENS
@@ -61,22 +61,22 @@ class Router:
     """Picks the replica whose prefix cache helps a request, else the least loaded replica. Owns the load of every
     replica and the memory of sessions and prefixes.
 
-    The order of preference: the replica of the session; the replica that served the turn before; the replica that most
-    recently served the longest prefix of the prompt; the replica with the fewest requests. The first three are skipped
-    when they have too many more requests than the last.
+    Order of preference: the replica of the session; of the previous turn; of the longest prefix of the prompt, most
+    recently served; with the fewest requests. The first three are skipped if they have too many more requests than the
+    last.
 
-    The choice is among replicas of one version. A rolling publish makes two versions serve at once. Held replicas then
-    get no requests (unless all are held). Of the others those with the newest version are preferred, as long as none of
-    them would have more than twice the requests of the least loaded older replica, plus one.
+    The choice is among replicas of one version. During a rolling publish two versions serve. Held replicas then get no
+    requests (unless all are held). Among the others the newest version is preferred while one of its replicas would
+    have at most twice the requests of the least loaded older replica, plus one.
 
     A pick costs O(log replicas + blocks): loads are in heaps whose outdated entries are skipped.
 
     Args:
         max_sessions: number of sessions to remember; the least recently used one is dropped first.
         max_blocks: number of prefix hashes to remember, likewise.
-        max_imbalance: a session leaves its replica when that one has this many more requests than the least loaded.
-        max_prefix_imbalance: the same for a prefix. Smaller, because all requests may share a prefix, such as a common
-            system prompt.
+        max_imbalance: a session leaves its replica when that replica has this many more requests than the least loaded.
+        max_prefix_imbalance: the same for a prefix. Smaller, because all requests may share a prefix such as a system
+            prompt.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Router:
         """Adds this replica, or updates it.
 
         Args:
-            version: the version that it serves; None: unchanged, or the newest for a new replica.
-            held: True sends it no new requests, unless every replica is held.
+            version: the served version; None: unchanged, or the newest for a new replica.
+            held: True: no new requests, unless every replica is held.
         """
         self._loads.setdefault(replica_id, 0)
         if version is None:
@@ -139,9 +139,9 @@ class Router:
 
         Args:
             session_id: requests of one session share a replica; empty for none.
-            prefix, near, only: as of `Affinity`. A replica that is not there counts as no `near`.
+            prefix, near, only: as in `Affinity`. An unknown replica as `near` is ignored.
 
-        Raises GenerationError: no replica is left, or that of `only` is not there.
+            Raises GenerationError: no replica is left, or `only` is not there.
         """
         chosen, limit = self._mixed_least() if self._mixed else (self._least(_NEWEST), None)
         if chosen is None:
@@ -170,8 +170,8 @@ class Router:
             self._push(replica_id)
 
     def _home(self, session_id: str, near: int | None, prefix: Sequence[int]) -> tuple[int, int] | None:
-        """The replica that has likely cached the request's tokens, and how many more requests than the least loaded one
-        it may have."""
+        """The replica that has likely cached the request's tokens, and its allowed excess of requests over the least
+        loaded replica."""
         if session_id and (home := self._sessions.get(session_id)) is not None:
             return home, self._max_imbalance
         if near is not None and near in self._loads:
@@ -191,9 +191,7 @@ class Router:
         return not self._mixed or (self._tiers[home] == self._tiers[least] and (limit is None or load <= limit))
 
     def _remember(self, prefix: Sequence[int], replica_id: int) -> None:
-        """Remembers the replica for these prefixes. Longer prefixes are dropped before the shorter ones that they
-        extend.
-        """
+        """Remembers the replica for these prefixes. Longer prefixes are dropped before their own prefixes."""
         blocks = self._blocks
         for block in reversed(prefix[: self._max_blocks]):
             blocks[block] = replica_id
@@ -233,8 +231,8 @@ class Router:
         return None
 
     def _mixed_least(self) -> tuple[int | None, int | None]:
-        """The least loaded replica of the tier that serves the next request, and the largest number of requests with
-        which a replica of that tier may still be picked."""
+        """The least loaded replica of the tier for the next request, and the largest number of requests with which a
+        replica of that tier may be picked."""
         newest, older = self._least(_NEWEST), self._least(_OLDER)
         if newest is None:
             return self._least(_HELD), None  # the newest tier is empty only when all are held

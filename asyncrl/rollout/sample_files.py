@@ -22,13 +22,12 @@ from asyncrl.rollout.draft import Span
 from asyncrl.types import Ticket, Trajectory, TrajectoryGroup
 
 _TOKENS_AT_ONCE = 32
-"""Tokens that are decoded, each with a few before it, between two turns of the event loop: about 1 ms."""
+"""Tokens decoded between two turns of the event loop, each with a few before it: about 1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFiles:
-    """Where the rollouter writes: a few trajectories of each version, spans of time, and prompts whose groups ended
-    `failed`."""
+    """Paths of the rollouter's files: samples, spans and quarantined prompts."""
 
     samples: Path = Path(os.devnull)
     spans: Path = Path(os.devnull)
@@ -46,7 +45,9 @@ class SampleFile:
     async def offer(
         self, group: TrajectoryGroup, ticket: Ticket, row: PromptRow, decode: Callable[[np.ndarray], str]
     ) -> None:
-        """Lets other work go on while it decodes. Raises StorageError."""
+        """Writes the group's trajectories within the quota. Yields to the event loop while it decodes. Raises
+        StorageError."""
+        # The quota is per admission version; groups of older versions come too late.
         if ticket.version > self._version:
             self._version, self._written = ticket.version, 0
         if ticket.version < self._version:
@@ -74,7 +75,7 @@ class SampleFile:
 
 
 async def _token_ends(trajectory: Trajectory, response: str, decode: Callable[[np.ndarray], str]) -> list[int] | None:
-    """Where in the response the text of each token ends; None where the tokens' texts do not make the response up."""
+    """End of each token's text in the response; None if the tokens' texts do not add up to the response."""
     decoder = IncrementalDecoder(lambda ids: decode(np.asarray(ids, np.int32)))
     pieces = []
     for i, token in enumerate(trajectory.response_ids):
@@ -88,18 +89,18 @@ async def _token_ends(trajectory: Trajectory, response: str, decode: Callable[[n
 
 
 class SpanFile:
-    """Records when the trajectories of every n-th group were generated, request by request, and rewarded: one JSON
-    object for each of these groups."""
+    """Records when the trajectories of every n-th group were generated (by request) and rewarded: one JSON object per
+    recorded group."""
 
     def __init__(self, path: Path, every: int) -> None:
         self._path, self._every = path, every
 
     def of(self, ticket: Ticket) -> list[Span] | None:
-        """Where the spans of one of its trajectories go; None for a group that is not recorded."""
+        """A list for the spans of one trajectory; None: the group is not recorded."""
         return [] if self._every and ticket.ordinal % self._every == 0 else None
 
     def write(self, ticket: Ticket, spans: Sequence[list[Span] | None]) -> None:
-        """`spans`: of each trajectory. Raises StorageError."""
+        """`spans`: one list per trajectory. Raises StorageError."""
         recorded = [[[kind, round(a, 4), round(b, 4), made] for kind, a, b, made in own] for own in spans if own]
         if recorded:
             line = {"ordinal": ticket.ordinal, "attempt": ticket.attempt, "trajectories": recorded}
@@ -107,7 +108,7 @@ class SpanFile:
 
 
 class QuarantineFile:
-    """Records every prompt that spent its attempts, with the error of its last one, one JSON object per line."""
+    """Records every prompt that spent its attempts, with its last error: one JSON object per line."""
 
     def __init__(self, path: Path, hide: Hidden) -> None:
         self._path, self._hide = path, hide

@@ -25,8 +25,8 @@ REFUSED_S = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionTools:
-    """What the sessions of one rollouter share. `score(response, row)` is awaited outside of any lock. `stop`: texts
-    that end a response, beside the tokens of its sampling parameters."""
+    """The shared state of a rollouter's sessions. `score(response, row)` is awaited outside of any lock. `stop`: texts
+    that end a response, in addition to the stop tokens of its sampling parameters."""
 
     client: GenerationClient
     chat: Chat
@@ -41,13 +41,13 @@ class _OpenCall:
 
 
 class RolloutSession:
-    """The session that one trajectory's environment gets.
+    """The session of one trajectory's environment.
 
     Args:
-        recorded: calls that this trajectory made before the checkpoint. As long as the environment repeats them it gets
-            the recorded tokens, and the first unfinished response continues from those that it has. The first prompt
-            that differs drops the rest of the record.
-        spans: gets the spans of requests and rewards, if somebody wants to know.
+        recorded: calls of this trajectory before the checkpoint. While the environment repeats them it gets the
+            recorded tokens; the first unfinished response continues after its recorded tokens. The first prompt that
+            differs drops the rest of the record.
+        spans: gets the spans of requests and rewards; None: not recorded.
     """
 
     def __init__(
@@ -68,25 +68,27 @@ class RolloutSession:
         self._closed = False
         self.spans = spans
         self.clock: ActiveClock | None = None
-        """Of the attempt in progress; it stands still while a response waits for a place at a replica."""
+        """Clock of the attempt in progress; stopped while a response waits for a place at a replica."""
 
     @property
     def chat(self) -> Chat:
         return self._tools.chat
 
     def close(self) -> None:
-        """Ends the session with its attempt: an environment that continues anyway gets errors."""
+        """Ends the session with its attempt: later calls of the environment raise."""
         self._closed = True
 
     async def generate(self, prompt_ids: np.ndarray, max_tokens: int | None = None) -> Generation:
         """Raises GenerationError, also for an attempt that has ended."""
         await self._require_open()
         number = len(self._calls)
-        prompt_ids = np.array(prompt_ids, np.int32)  # a copy: the environment may go on writing to its own
+        prompt_ids = np.array(prompt_ids, np.int32)  # a copy: the environment may change its own array
+        # Replay: a finished call of the record is returned as it is.
         prior = self._recorded(number, prompt_ids)
         if prior is not None and prior.finish_reason != "abort":
             self._calls.append(prior)
             return prior
+        # The open call is on record before the first token, so a checkpoint during the request keeps its tokens.
         stop = self._tools.stop
         draft = Draft(prior, self.spans, None if stop is None else stop.follow(prompt_ids[-8:].tolist()))
         self._calls.append(_OpenCall(prompt_ids, draft))
@@ -118,7 +120,7 @@ class RolloutSession:
 
     @property
     def calls(self) -> tuple[Generation, ...]:
-        """Every call with the tokens that it has, then the recorded calls that were not replayed yet."""
+        """Every call with its tokens so far, then the recorded calls that were not replayed yet."""
         made = (c.draft.generation(c.prompt_ids) if isinstance(c, _OpenCall) else c for c in self._calls)
         return (*made, *self._replay[len(self._calls) :])
 
@@ -138,8 +140,8 @@ class RolloutSession:
 
 @dataclass(slots=True, eq=False)
 class RunningGroup:
-    """A group that is being generated. `done[i]` is trajectory i once it is complete; until then `sessions[i]` has the
-    tokens so far. `task` generates the group. `given_up`: the queue has ended it, or the rollouter stops."""
+    """A group in progress. `done[i]`: trajectory i once complete; until then `sessions[i]` has its tokens so far.
+    `task` generates the group. `given_up`: the queue has ended the group, or the rollouter stops."""
 
     ticket: Ticket
     sessions: tuple[RolloutSession, ...]

@@ -1,4 +1,4 @@
-"""Runs user code in the rollouter's event loop: environments, agents, and the tasks that they start themselves."""
+"""Runs user code in the rollouter's event loop: environments, agents, and the tasks that they start."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEAVE_S = 1.0
-"""Longest wait for a cancelled call. The call may run on after that: a stop has only 3 s for everything."""
+"""Longest wait for a cancelled call, which may run on afterwards: a stop has only 3 s in all."""
 
 _OF_USER: ContextVar[bool] = ContextVar("asyncrl_of_user", default=False)
 """True in every task that a call has started."""
 
 
 class UserCode:
-    """Runs each call in a task of its own, which it owns as long as that task lives. Belongs to one event loop.
+    """Runs each call in a task of its own, and owns it while it lives. Belongs to one event loop.
 
     Every error of a call reaches its caller as an `Exception`. Otherwise `SystemExit` and `KeyboardInterrupt` would end
-    the event loop, and a `CancelledError` would look like a cancellation of the caller; it may come from a helper task
-    that was cancelled, or from a cancel scope that was left in the wrong order. In tasks that a call has started
-    itself, the first two become the exception of that task.
+    the event loop, and a `CancelledError` (of a cancelled helper task, or of a cancel scope left in the wrong order)
+    would look like a cancellation of the caller. In tasks started by a call, the first two become the exception of that
+    task.
 
-    Not contained are callbacks of the event loop that raise `SystemExit`, `loop.stop()`, `os._exit`, signals, and code
+    Not contained: callbacks of the event loop that raise `SystemExit`, `loop.stop()`, `os._exit`, signals, and code
     that cancels tasks of others. They end the rollouter.
     """
 
@@ -42,7 +42,7 @@ class UserCode:
         self._left: set[asyncio.Task[Any]] = set()
         """Tasks that ignored their cancellation."""
         self._started: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
-        """Tasks that calls have started themselves."""
+        """Tasks started by calls."""
         self._loop = loop = asyncio.get_running_loop()
         self._former = loop.get_task_factory()
         loop.set_task_factory(self._new_task)
@@ -51,13 +51,13 @@ class UserCode:
         """The result of `work()`. A cancellation of this call cancels the work.
 
         Args:
-            asked, do: parts of the message of DeadlineExceeded; `code` names whose code it is.
-            clock: how long it may take, apart from the time in which it waits for a place at a replica.
+                asked, do: parts of the message of DeadlineExceeded; `code` names whose code it is.
+                clock: limits the call, excluding its wait for a place at a replica.
 
-        Raises:
-            DeadlineExceeded: it took longer than that. Its cause says where the call was.
-            RuntimeError: it raised a BaseException that is not an Exception, which is the cause.
-            Exception: what it raised.
+            Raises:
+                DeadlineExceeded: the clock ran out. The cause says where the call was.
+                RuntimeError: the call raised a BaseException that is not an Exception; it is the cause.
+                Exception: the error of the call.
         """
         task = asyncio.create_task(_outcome(work), name=code)
         self._calls.add(task)
@@ -80,14 +80,14 @@ class UserCode:
         raise error if isinstance(error, Exception) else escaped(error, code) from error
 
     async def close(self) -> None:
-        """Cancels every call and what calls have started. Returns within `LEAVE_S`, also when they do not end."""
+        """Cancels every call and its tasks. Returns within `LEAVE_S`, even if they do not end."""
         known = {*self._calls, *self._started} - self._left
         await self._leave([task for task in known if not task.done()])
         if self._loop.get_task_factory() == self._new_task:
             self._loop.set_task_factory(self._former)
 
     async def _leave(self, tasks: list[asyncio.Task[Any]]) -> None:
-        """Cancels these tasks; those that ignore it are abandoned."""
+        """Cancels these tasks; abandons a task that ignores it."""
         for task in tasks:
             task.cancel()
         if tasks:
@@ -109,14 +109,14 @@ class UserCode:
 
 
 def run_to_its_end(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, for a program with user code: `asyncio.run` waits without limit for tasks that ignore their
+    """As `asyncio.run`, for a program with user code. `asyncio.run` waits without limit for tasks that ignore their
     cancellation; here they are abandoned after `LEAVE_S`."""
     runner = asyncio.Runner()
     try:
         return runner.run(main)
     finally:
         runner.run(_end_the_others())
-        runner.get_loop().close()  # `runner.close()` would wait for those that are left
+        runner.get_loop().close()  # `runner.close()` would wait for the abandoned tasks
         asyncio.set_event_loop(None)
 
 
@@ -132,7 +132,7 @@ async def _end_the_others() -> None:
 
 
 def escaped(error: BaseException, code: str) -> RuntimeError:
-    """The error that replaces an exception which would end more than the attempt; raise it from `error`."""
+    """Replaces an exception that would end more than the attempt; raise it from `error`."""
     return RuntimeError(f"{code} raised {type(error).__name__}, which is no Exception: it counts as one")
 
 
@@ -157,13 +157,14 @@ def _plain_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> a
 def _result(task: asyncio.Task[tuple[Any, BaseException | None]]) -> tuple[Any, BaseException | None]:
     if not task.done():
         return None, None
-    return (None, asyncio.CancelledError()) if task.cancelled() else task.result()  # cancelled before it began
+    return (None, asyncio.CancelledError()) if task.cancelled() else task.result()  # cancelled before it started
 
 
 class _Guarded(Coroutine[Any, Any, Any]):
-    """The coroutine of a task that a call has started: errors that would end the event loop leave it as RuntimeError.
+    """The coroutine of a task started by a call: errors that would end the event loop leave it as RuntimeError.
 
-    A wrapping coroutine function would not work: if it is cancelled before it begins, it never begins what it wraps.
+    A wrapping coroutine function would not work: cancelled before its first step, it never starts the wrapped
+    coroutine.
     """
 
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -188,4 +189,4 @@ class _Guarded(Coroutine[Any, Any, Any]):
         return self._work.__await__()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)  # names and frames, for whoever prints the task
+        return getattr(self._work, name)  # names and frames, for debuggers

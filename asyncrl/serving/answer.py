@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 Event = Delta | Finished
 
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Difference between the seeds of two choices, which makes their random streams independent."""
+"""Difference between the seeds of two choices; makes their random streams independent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """Prompts ([P] int32 each) that fit the model, and how to continue them. Choice `i` belongs to prompt
-    `i // options.n`. `calls`: how the reply may call tools. `json_schema`: guides the reply. `near`: the replica that
-    served the turn before. `only`: no other replica may answer."""
+    """Prompts ([P] int32 each) that fit the model, and how to continue them. Choice `i` belongs to prompt `i //
+    options.n`. `calls`: how the reply may call tools. `json_schema`: guides the reply. `near`: the replica of the
+    previous turn. `only`: no other replica may answer."""
 
     prompts: tuple[np.ndarray, ...]
     options: Options
@@ -83,11 +83,11 @@ async def answer(
     aborted.
 
     Args:
-        deadline: on the clock of the running loop; it also limits a slow reader.
-        start_by: on the same clock.
+            deadline: on the clock of the running loop; also limits a slow reader.
+            start_by: on the same clock.
 
-    Raises ApiError: the question does not fit, a replica refused it, none serves, no token came by `start_by`, or the
-    deadline passed.
+        Raises ApiError: the question does not fit, a replica refused it, none serves, no token came by `start_by`, or
+        the deadline passed.
     """
     options, loop = question.options, asyncio.get_running_loop()
     form = ChoiceForm(text, options, question.calls)
@@ -102,7 +102,7 @@ async def answer(
         def on_chunk(chunk: TokenChunk, replica_id: int) -> bool:
             try:
                 events.put_nowait(choice.feed(chunk, replica_id))
-            except Exception as e:  # noqa: BLE001 - task boundary: else it would end the collection for all requests
+            except Exception as e:  # noqa: BLE001 - task boundary: else it would end the collection of all requests
                 events.put_nowait(e)
                 return True
             return choice.stopped
@@ -120,9 +120,10 @@ async def answer(
             )
             cached = min(done.cached_tokens, len(prompt_ids))
             events.put_nowait(choice.finish(done.finish_reason, cached_tokens=cached, interruptions=done.interruptions))
-        except Exception as e:  # noqa: BLE001 - task boundary: it is raised where the events are taken
+        except Exception as e:  # noqa: BLE001 - task boundary: raised by the consumer of the events
             events.put_nowait(e)
 
+    # Each choice puts its events into one queue, so pieces of all choices are interleaved as they arrive.
     tasks = [asyncio.create_task(run(i), name=f"choice {i}") for i in range(question.num_choices)]
     try:
         left = len(tasks)
@@ -140,6 +141,7 @@ async def answer(
             if isinstance(event, BaseException):
                 raise _explained(event, fleet, question) from event
             left -= isinstance(event, Finished)
+            # `start_by` limits only the first event; from then on the deadline does.
             start_by = math.inf
             yield event
     finally:
@@ -154,8 +156,8 @@ def _no_place(fleet: Fleet, question: Question) -> ApiError:
 
 
 def _explained(error: BaseException, fleet: Fleet, question: Question) -> ApiError:
-    """The ApiError for an error of the fleet. The request itself was checked before, so a refusal by a replica is an
-    error of the service, unless it is of the JSON schema, which only the engine knows to judge."""
+    """The ApiError for an error of the fleet. The request was already checked, so a replica's refusal is an error of
+    the service, unless it concerns the JSON schema, which only the engine can judge."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadRequest):
@@ -171,7 +173,7 @@ def _explained(error: BaseException, fleet: Fleet, question: Question) -> ApiErr
 
 @dataclass(frozen=True, slots=True)
 class WholeChoice:
-    """A choice from its first token to its end: `delta` joins all pieces."""
+    """A choice from its first token to its end: `delta` joins its pieces."""
 
     delta: Delta
     finished: Finished

@@ -1,4 +1,4 @@
-"""The HTTP side of a fleet: OpenAI's routes as an ASGI application. A client that disconnects aborts its generation."""
+"""The HTTP side of a fleet: OpenAI's routes as an ASGI application. A client's disconnect aborts its generation."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ logger = logging.getLogger(__name__)
 
 MAX_CHOICES_IN_ALL = 4096
 MAX_ID_CHARS = 256
-"""Of the ids of sessions and requests; what is longer is cut."""
+"""Longest id of a session or request; longer ones are cut."""
 STATUS_CLIENT_LEFT = 499
-"""Counted in the metrics only: the client has disconnected."""
+"""Only in the metrics: the client disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`name`: what clients ask for. `started_at`: seconds since the epoch. `guided`: its engine has guided decoding."""
+    """`name`: for clients. `started_at`: seconds since the epoch. `guided`: the engine supports guided decoding."""
 
     name: str
     text: ModelText
@@ -73,9 +73,9 @@ class Api:
     """Answers requests about one model.
 
     Args:
-        api_key: None requires no key.
+        api_key: None: no key required.
         request_timeout_s: longest time for one request, from its head to the last token.
-        max_requests: requests answered at the same time, until the client has received the answer; more are refused.
+        max_requests: requests in progress until their clients have received the answer; further ones are refused.
         local_only: refuses requests to a host name other than this machine's own.
         wait_timeout_s: longest time until the first token of an answer; then status 503. None: the request's own limit.
     """
@@ -103,6 +103,7 @@ class Api:
         self._turns = TurnTable()
 
     def app(self) -> FastAPI:
+        # Routes of `one_replica` exist twice: for the whole fleet, and below the address of each replica.
         one_replica: tuple[tuple[str, str, Handler], ...] = (
             ("POST", "/v1/chat/completions", self._limited(self._chat)),
             ("POST", "/v1/completions", self._limited(self._completion)),
@@ -129,12 +130,12 @@ class Api:
         )
 
     def _route(self, before: str, method: str, path: str, handler: Handler) -> Route:
-        """`before`: of the path, where it is not the fleet's."""
+        """`before`: path prefix, empty for the fleet."""
         return Route(before + path, _Endpoint(self._guarded(path, handler)), methods=[method])
 
     def _guarded(self, path: str, handler: Handler) -> Handler:
-        """Turns every error of `handler` into an answer in OpenAI's error schema, and counts it. Each answer has the id
-        of its request."""
+        """Turns every error of `handler` into an answer in OpenAI's error schema, and counts all answers. Each answer
+        carries the id of its request."""
 
         async def run(request: Request) -> Response:
             now = asyncio.get_running_loop().time()
@@ -145,7 +146,7 @@ class Api:
             try:
                 if self._local_only:
                     require_local_host(request)
-                if path != "/health":  # a load balancer's probe has no key
+                if path != "/health":  # probes of load balancers have no key
                     require_key(request, self._api_key)
                 self._require_replica(request)
                 response = await handler(request)
@@ -154,7 +155,7 @@ class Api:
             except ClientLeft:
                 self._metrics.disconnects += 1
                 response = Response(status_code=STATUS_CLIENT_LEFT)
-            except Exception as e:  # task boundary: the client gets it as an answer
+            except Exception as e:  # task boundary: the client gets an error answer
                 logger.exception("a request to %s failed", path)
                 response = _refused(path, ApiError(500, f"{type(e).__name__}: {e}", code="internal_error"))
             self._metrics.requests[path, response.status_code] += 1
@@ -164,7 +165,7 @@ class Api:
         return run
 
     def _require_replica(self, request: Request) -> None:
-        """Raises ApiError: the address is that of a replica that there is not."""
+        """Raises ApiError: the request's address names an unknown replica."""
         only, there = _only(request), {report.replica_id for report in self._fleet.reports}
         if only is not None and not there:
             raise ApiError(503, "the server does not know its replicas yet", code="not_serving")
@@ -172,7 +173,7 @@ class Api:
             raise ApiError(404, f"there is no replica {only}; ask {sorted(there)}", code="replica_not_found")
 
     def _limited(self, handler: Handler) -> Handler:
-        """`handler` for at most `max_requests` at the same time."""
+        """`handler`, limited to `max_requests` concurrent requests."""
 
         async def run(request: Request) -> Response:
             if self._metrics.in_flight >= self._max_requests:
@@ -214,14 +215,14 @@ class Api:
         prompt = await asyncio.to_thread(self._model.text.chat, messages, tools)
         calls = None
         if tools:
-            parser = "json" if asked.forced else self._model.text.parser  # a guided call is bare JSON
+            parser = "json" if asked.forced else self._model.text.parser  # guided calls are bare JSON
             single = asked.forced or not asked.parallel_tool_calls
             calls = await asyncio.to_thread(CallFormat, parser, signatures(tools), single)
         question = self._question(request, (prompt,), asked)
         return replace(question, calls=calls, json_schema=guide)
 
     def _guide(self, asked: ChatRequest, body: Mapping[str, Any]) -> str | None:
-        """The JSON schema that the reply must match, as text. Raises ApiError: the engine cannot be guided."""
+        """The JSON schema of the reply, as text. Raises ApiError: the engine has no guided decoding."""
         schema = forced_call(asked, body["tools"]) if asked.forced else asked.guide
         if schema is None:
             return None
@@ -299,7 +300,7 @@ class Api:
     async def _respond(self, request: Request, question: Question, bodies: Writer) -> Response:
         events = self._events(question, deadline=request.state.deadline, start_by=request.state.start_by)
         if question.options.stream:
-            # The first event decides between an answer and an error, and names version and replica for the headers.
+            # The first event decides between an answer and an error, and has version and replica for the headers.
             try:
                 first = await unless_client_leaves(request.receive, _next(events))
             except BaseException:
@@ -323,7 +324,7 @@ class Api:
         return JSONResponse(body, headers=headers)
 
     async def _events(self, question: Question, *, deadline: float, start_by: float) -> AsyncGenerator[Event, None]:
-        """The events of the answer; counts them as they pass, and remembers the replica that served the turn."""
+        """The events of the answer. Updates the metrics, and remembers the replica that served the turn."""
         metrics, started = self._metrics, time.monotonic()
         model = self._model
         source = answer(question, self._fleet, model.text, deadline=deadline, start_by=start_by)
@@ -342,6 +343,7 @@ class Api:
                         replica_id = event.replica_id
                     yield event
         finally:
+            # If no token came, the request still counts as waiting.
             metrics.waiting -= waiting
             if replica_id is not None:
                 self._turns.served(question.request_id, replica_id, time.monotonic())
@@ -363,7 +365,7 @@ class Api:
             for made in bodies.last(finished):
                 yield made
         except ApiError as e:
-            # The status has been sent: the error is an event, which OpenAI's clients raise.
+            # The status is already sent, so the error is an event, which OpenAI's clients raise.
             yield bodies.failed(e)
         except (GeneratorExit, asyncio.CancelledError):
             self._metrics.disconnects += 1
@@ -372,7 +374,7 @@ class Api:
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
-    """A handler as ASGI application. What it leaves in the state `until_sent` ends when its response was taken."""
+    """A handler as ASGI application. Closes the exit stack `until_sent` of its state once the response was taken."""
 
     handler: Handler
 
@@ -384,7 +386,7 @@ class _Endpoint:
 
 
 def _only(request: Request) -> int | None:
-    """The replica whose address was asked; None for that of the fleet."""
+    """The replica whose address was used; None for the fleet's address."""
     return request.path_params.get("replica_id")
 
 
@@ -393,7 +395,7 @@ async def _next(events: AsyncGenerator[Event, None]) -> Event:
 
 
 def _refused(path: str, error: ApiError) -> Response:
-    """The error in the form of the API that was asked."""
+    """The error in the form of the requested API."""
     dialect = DIALECTS.get(path)
     return error_response(error, None if dialect is None else dialect.error(error))
 
@@ -408,32 +410,32 @@ async def _not_a_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}; see GET /v1/models and POST /v1/chat/completions"
     response = error_response(ApiError(error.status_code, message))
-    response.headers.update(error.headers or {})  # which methods are allowed
+    response.headers.update(error.headers or {})  # such as the allowed methods
     return response
 
 
-# Which replica served a turn: the table behind the header `x-request-id`. Pure: the caller has the clock.
+# The table behind the header `x-request-id`: which replica served a turn. Pure: the caller passes the time.
 
 
 MAX_TURNS = 100_000
 EXPIRY_S = 3600.0
 _BODY_PREFIXES = ("chatcmpl-", "cmpl-")
-"""A body's id is one of these and the id of its request."""
+"""Prefixes of the id in a body; the request's id follows."""
 
 
 def request_id_of(named: str) -> str:
-    """The id of the request that a client names by its own id or by that of the answer's body. Some clients have the
-    body only."""
+    """The request's id, from a name that is this id or the id of the answer's body (some clients only have the
+    body)."""
     named = named.strip()
     prefix = next((prefix for prefix in _BODY_PREFIXES if named.startswith(prefix)), "")
     return named.removeprefix(prefix)
 
 
 class TurnTable:
-    """The replica of each recent turn by the id of its request. The oldest are dropped, and those that nobody has named
-    for `expiry_s` seconds.
+    """The replica of each recent turn by request id. Drops the oldest entries, and entries not named for `expiry_s`
+    seconds.
 
-    A conversation stays on its replica when each turn names the one before, or when all its turns have one id.
+    A conversation stays on its replica if each turn names the previous one, or if all its turns have one id.
     """
 
     def __init__(self, *, max_turns: int = MAX_TURNS, expiry_s: float = EXPIRY_S) -> None:
@@ -445,14 +447,14 @@ class TurnTable:
         return len(self._replicas)
 
     def served(self, request_id: str, replica_id: int, now_s: float) -> None:
-        """Records the replica that served the turn of this id."""
+        """Records the replica of this turn."""
         self._replicas[request_id] = replica_id, now_s
         self._replicas.move_to_end(request_id)
         while len(self._replicas) > self._max_turns or self._is_old(next(iter(self._replicas)), now_s):
             self._replicas.popitem(last=False)
 
     def replica_of(self, request_id: str, now_s: float) -> int | None:
-        """The replica that served the turn of this id; None when the id is unknown or has expired."""
+        """The replica of this turn; None if the id is unknown or expired."""
         if request_id not in self._replicas or self._is_old(request_id, now_s):
             return None
         return self._replicas[request_id][0]

@@ -1,4 +1,4 @@
-"""Answers as the JSON that OpenAI's clients read, with vLLM's names for token ids and our weight versions."""
+"""Answers as JSON for OpenAI's clients, with vLLM's names for token ids, and our weight versions."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from asyncrl.serving.answer import Question, WholeChoice
 from asyncrl.serving.choice import Delta, Finished, SampledToken, VersionSpan
 
 PING_S = 5.0
-"""Longest silence of a stream while its model writes: proxies close connections on which nothing comes."""
+"""Longest silence of a stream while the model generates: proxies close silent connections."""
 _COMMENT = ": the model is writing\n\n"
-"""Clients of server-sent events skip it."""
+"""Ignored by clients of server-sent events."""
 _LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 class Writer(Protocol):
-    """Writes one answer: as a whole, or as frames of server-sent events."""
+    """Writes one answer, as one body or as frames of server-sent events."""
 
     def whole(self, choices: Sequence[WholeChoice]) -> dict[str, Any]: ...
 
     def frames(self, event: Delta | Finished) -> Iterator[str]: ...
 
     def last(self, finished: Sequence[Finished]) -> Iterator[str]:
-        """What follows when all choices have ended."""
+        """The frames after the end of all choices."""
         ...
 
     def failed(self, error: ApiError) -> str: ...
@@ -107,11 +107,11 @@ class Bodies(ABC):
         return self._with_usage(body)
 
     def usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        """The last piece of a stream whose client asked for `include_usage`."""
+        """The last piece of a stream with `include_usage`."""
         return {**self._head, "choices": [], "usage": self._usage(finished)}
 
     def _usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        """Each prompt counts once, whatever its choices; its cached tokens are those of its first choice."""
+        """Each prompt counts once for all its choices, with the cached tokens of its first choice."""
         prompt_tokens = sum(len(p) for p in self._question.prompts)
         cached = sum(f.cached_tokens for f in finished if f.index % self._options.n == 0)
         made = usage(prompt_tokens, sum(f.num_tokens for f in finished))
@@ -207,11 +207,11 @@ class CompletionBodies(Bodies):
 
 
 class DialectBodies:
-    """The one reply to a question in a dialect. While the model writes a call its stream has nothing to say, and sends
-    pings.
+    """The single reply to a question in a dialect. Sends pings while the model generates a call, since the stream is
+    silent then.
 
     Args:
-        clock: seconds, for the pauses between pings.
+        clock: in seconds, for the intervals between pings.
     """
 
     def __init__(self, question: Question, reply: Reply, clock: Callable[[], float] = time.monotonic) -> None:
@@ -234,6 +234,7 @@ class DialectBodies:
         events += self._parts(event.parts)
         if isinstance(event, Finished):
             events += self._reply.end(self._end(event))
+        # No event while a call is generated: a ping keeps proxies from closing the connection.
         now, ping = self._clock(), self._reply.ping
         frames = [frame(data, name) for name, data in events]
         if not frames and now - self._sent_at >= PING_S:
@@ -243,7 +244,7 @@ class DialectBodies:
         return iter(frames)
 
     def last(self, finished: Sequence[Finished]) -> Iterator[str]:
-        del finished  # its end says all
+        del finished  # the reply's end has all of it
         return iter(())
 
     def failed(self, error: ApiError) -> str:
@@ -275,5 +276,5 @@ def _spans(versions: Sequence[VersionSpan]) -> list[dict[str, int]]:
 
 
 def _bytes(text: str) -> list[int] | None:
-    """None where a token holds a part of a character only."""
+    """None if the token holds only part of a character."""
     return None if "\ufffd" in text else list(text.encode())

@@ -17,7 +17,7 @@ from asyncrl.types import TokenChunk
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """`text` of this token alone; `offset` of its text in that of the choice, in characters."""
+    """`text` of this token alone; `offset` of its text in the choice, in characters."""
 
     token_id: int
     text: str
@@ -27,7 +27,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Output tokens `[start, end)` of a choice were sampled by the weights of `version`."""
+    """The weights of `version` sampled output tokens `[start, end)` of a choice."""
 
     version: int
     start: int
@@ -36,8 +36,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text and tool calls of choice `index` that are certain. `sampled` is empty unless log-probabilities were
-    requested."""
+    """Final text and tool calls of choice `index`. `sampled` is empty unless log-probabilities were requested."""
 
     index: int
     parts: tuple[Part, ...]
@@ -48,15 +47,14 @@ class Delta:
 
     @property
     def text(self) -> str:
-        """Without the calls."""
+        """The text without calls."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of choice `index`. `parts`: the rest, which was held back until now. `finish_reason`: stop, length, or
-    tool_calls for a reply that ended with calls. `stop_reason`: the stop string or the id of the request's stop token
-    that ended it."""
+    """The end of choice `index`. `parts`: the text and calls held back until now. `finish_reason`: stop, length, or
+    tool_calls. `stop_reason`: the stop string or requested stop token id that ended it."""
 
     index: int
     parts: tuple[Part, ...]
@@ -69,11 +67,11 @@ class Finished:
 
 
 class ChoiceForm:
-    """What the choices of one request share: it takes long with many tools, so it is built once.
+    """The shared state of a request's choices, built once since it is slow with many tools.
 
     Attributes:
         stops: the table of the request's stop strings.
-        calls: how a response may call tools; None: it is text.
+        calls: how a response may call tools; None: text only.
         decode: token ids to text, without special tokens unless the request shows them or calls are written with them.
     """
 
@@ -87,11 +85,10 @@ class ChoiceForm:
 
 
 class Choice:
-    """Follows one response. With stop strings, log-probabilities or a single call it works token by token, to know
-    where each ends.
+    """Follows one response, token by token if stop strings, log-probabilities or a single call require exact ends.
 
     Args:
-        stop_token_ids: tokens that end the response; they are counted but are not part of its text.
+        stop_token_ids: tokens that end the response; counted, but not part of its text.
     """
 
     def __init__(
@@ -118,7 +115,7 @@ class Choice:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was found, or the only call is made: tokens that come after it are not part of the response."""
+        """A stop string was found, or the only call is complete: further tokens are not part of the response."""
         return self._stops.found is not None or (self._calls is not None and self._calls.done)
 
     def feed(self, chunk: TokenChunk, replica_id: int) -> Delta:
@@ -134,10 +131,12 @@ class Choice:
                 sampled.append(SampledToken(some[0], alone, float(chunk.logprobs[kept]), self._num_characters))
             parts += self._parts_of(self._text_of(some))
             kept += len(some)
+        # Tokens after the end of the response were sampled, but do not count.
         self._extend(chunk.version, kept)
         return Delta(self._index, joined_parts(parts), tuple(ids[:kept]), tuple(sampled), chunk.version, replica_id)
 
     def finish(self, reason: str, *, cached_tokens: int, interruptions: int) -> Finished:
+        # Text that might have begun a stop string is released only now.
         tail = ""
         if not self.stopped:
             tail = self._stops.feed(self._decoder.finish())
@@ -159,6 +158,7 @@ class Choice:
         )
 
     def _text_of(self, ids: list[int]) -> str:
+        # A stop token counts as a token but has no text; below min_tokens it is text like any other.
         self._num_tokens += len(ids)
         if ids[-1] in self._stop_ids and self._num_tokens > self._options.min_tokens:
             if ids[-1] in self._options.stop_token_ids:

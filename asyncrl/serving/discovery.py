@@ -1,4 +1,4 @@
-"""The discovery file: the address of the fleet and the state of its replicas, for other programs."""
+"""The discovery file tells other programs the address of the fleet and the state of its replicas."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 def replica_path(replica_id: int | str) -> str:
-    """What the address of one replica has beyond that of the fleet; /v1 follows."""
+    """The path of one replica below the fleet's address; /v1 follows."""
     return f"/replicas/{replica_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class FleetAddress:
-    """`address`: the URL that requests go to, without /v1. `started_at`: seconds since the epoch."""
+    """`address`: base URL without /v1. `started_at`: seconds since the epoch."""
 
     address: str
     model: str
@@ -31,7 +31,7 @@ class FleetAddress:
 
 
 class DiscoveryFile:
-    """A JSON file that exists while the fleet serves. Every write replaces it atomically."""
+    """A JSON file that exists while the fleet serves. Writes are atomic."""
 
     def __init__(self, path: Path, fleet: FleetAddress) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class DiscoveryFile:
         self._written = self._failing = False
 
     def write(self, states: list[ReplicaReport]) -> None:
-        """Raises OSError the first time; later the fleet continues to serve although the file cannot be written."""
+        """Raises OSError only the first time; later the fleet continues without updates of the file."""
         try:
             self._write(states)
         except OSError as e:
@@ -67,5 +67,6 @@ class DiscoveryFile:
             address = f"{self._fleet.address}{replica_path(replica_id)}"
             replicas.append({"id": replica_id, "address": address, "alive": state.alive, **fields})
         content = json.dumps({**asdict(self._fleet), "replicas": replicas}, indent=1)
+        # Readers see the old file or the new one, never a part.
         self._part.write_text(content + "\n", encoding="utf-8")
         self._part.replace(self._path)

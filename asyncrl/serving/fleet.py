@@ -1,4 +1,4 @@
-"""The replicas behind one address: sends requests to them, and reports the state of each."""
+"""The replicas behind one address: sends them requests, and reports their states."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from asyncrl.rollout.replica_link import OnChunk
 from asyncrl.rollout.router import Affinity, prefix_blocks
 from asyncrl.types import Generation, ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, SamplingParams
 
-# How many requests of an HTTP server may be at the replicas at the same time.
+# The limit on requests of an HTTP server at the replicas.
 
 
 class PlaceQueue:
-    """A semaphore in order of arrival whose size follows the number of replicas. Owns the requests that wait.
+    """A semaphore, first come first served, whose size follows the number of replicas. Owns the waiting requests.
 
     Args:
-        per_replica: places that each replica adds.
+        per_replica: places per replica.
     """
 
     def __init__(self, per_replica: int) -> None:
@@ -42,19 +42,19 @@ class PlaceQueue:
         return sum(not turn.done() for turn in self._waiting)
 
     def set_replicas(self, count: int) -> None:
-        """Sizes it for so many replicas. Those that have a place keep it, also when there are more of them now."""
+        """Sizes the queue for `count` replicas. Requests keep their places, even beyond the new size."""
         self._size = count * self._per_replica
         self._grant()
 
     async def __aenter__(self) -> None:
-        """Waits for a place, behind those that came before; the caller bounds the wait."""
+        """Waits for a place behind earlier requests; the caller bounds the wait."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         self._grant()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the place was granted in the turn of the cancellation
+            if turn.done() and not turn.cancelled():  # the place was granted in the same turn as the cancellation
                 self._leave()
             raise
 
@@ -75,8 +75,8 @@ class PlaceQueue:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """The state of a replica as clients see it. `running` and `waiting`: requests in the engine; `version` None: it has
-    no weights to serve yet; `node`: address of its machine; `detail`: why it is not alive."""
+    """The state of a replica as clients see it. `running` and `waiting`: requests in the engine; `version` None: no
+    weights to serve yet; `node`: address of its machine; `detail`: why it is not alive."""
 
     replica_id: int
     state: ReplicaState
@@ -89,12 +89,12 @@ class ReplicaReport:
 
     @property
     def alive(self) -> bool:
-        """True while requests can be sent to it."""
+        """Whether requests can be sent to it."""
         return self.state in ("serving", "held")
 
 
 class FleetReplicas(Protocol):
-    """The replicas behind a fleet: a server's own `ReplicaPool`, or `serving.run_server.RunReplicas` of a run."""
+    """The replicas behind a fleet: a server's own `ReplicaPool`, or a run's `serving.run_server.RunReplicas`."""
 
     @property
     def table(self) -> ReplicaTable: ...
@@ -103,12 +103,12 @@ class FleetReplicas(Protocol):
         ...
 
     async def watch(self) -> None:
-        """Runs until it is cancelled. Raises RunFailed when a replica is lost that nothing replaces."""
+        """Runs until cancelled. Raises RunFailed: a replica is lost and will not be replaced."""
         ...
 
 
 class Fleet:
-    """Sends the requests of the HTTP side to the replicas. Owns the latest statistics of each replica."""
+    """Sends the requests of the HTTP side to the replicas. Owns their latest statistics."""
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class Fleet:
     ) -> None:
         """
         Args:
-            client: gets the table of the same replicas.
-            places: bounds the requests at the replicas; None sends all of them at once.
+            client: has the table of the same replicas.
+            places: bounds the requests at the replicas; None: no bound.
             refresh_s: seconds between two health checks of every replica.
             on_refresh: called after every health check.
         """
@@ -145,8 +145,8 @@ class Fleet:
         near: int | None = None,
         only: int | None = None,
     ) -> Generation:
-        """As `GenerationClient.generate`; without a session the request follows its prompt's prefix. `near`, `only`: as
-        of `router.Affinity`."""
+        """As `GenerationClient.generate`; without a session the prefix of the prompt selects the replica. `near`,
+        `only`: as in `router.Affinity`."""
         affinity = Affinity(() if session_id else prefix_blocks(prompt_ids), near, only)
         try:
             async with self._places or nullcontext():
@@ -154,7 +154,7 @@ class Fleet:
                     prompt_ids, sampling, session_id=session_id, seed=seed, affinity=affinity, on_chunk=on_chunk
                 )
         except GenerationError:
-            self._look_now.set()  # a replica with a dead engine refuses everything: find it before the next request
+            self._look_now.set()  # a replica with a dead engine refuses all requests: find it before the next one
             raise
 
     @property
@@ -172,14 +172,15 @@ class Fleet:
 
     @property
     def loads(self) -> dict[int, int]:
-        """Requests in flight per replica that serves."""
+        """Requests in flight per serving replica."""
         return self._client.loads
 
     def not_serving(self, only: int | None = None) -> str | None:
-        """Why no replica, or not that of `only`, can answer now; None when one can."""
+        """Why no replica (or not replica `only`) can answer now; None if one can."""
         reports = [report for report in self.reports if only in (None, report.replica_id)]
         if any(r.alive and r.version is not None for r in reports):
             return None
+        # From the temporary reasons to the permanent one: asleep, before the first publish, down.
         rows = self._replicas.table.rows
         if reports and all(rows[r.replica_id].asleep for r in reports if r.replica_id in rows):
             return "the trainer has its turn on the devices of the replicas: they answer after the next publish"
@@ -189,10 +190,10 @@ class Fleet:
         return f"no replica serves: {reasons}"
 
     async def watch(self) -> None:
-        """Checks every replica each `refresh_s`. Raises RunFailed when one is lost and the restart budget is spent.
+        """Checks every replica each `refresh_s`. Raises RunFailed: a replica is lost and the restart budget is spent.
 
         Consumes: nothing.
-        Produces: the latest statistics of every replica; a replacement, by the pool, for one that fails.
+        Produces: the latest statistics of every replica; a replacement, by the pool, for each failed replica.
         Waits for: the replicas, each call with a deadline.
         Unblocked by: the answers, and a request that fails, which brings the next check forward.
         Stops when: it is cancelled, or a lost replica cannot be replaced.
@@ -201,6 +202,7 @@ class Fleet:
         try:
             while not watching.done():
                 await self.refresh()
+                # A failed request wakes the loop before `refresh_s` is over.
                 wake = asyncio.create_task(self._look_now.wait())
                 await asyncio.wait([wake, watching], timeout=self._refresh_s, return_when=asyncio.FIRST_COMPLETED)
                 wake.cancel()
@@ -210,7 +212,7 @@ class Fleet:
             watching.cancel()
 
     async def refresh(self) -> None:
-        """Gets the statistics of every replica that is up; the pool replaces those that are dead or do not answer."""
+        """Gets the statistics of every running replica; the pool replaces dead or unresponsive ones."""
         self._stats = {stats.replica_id: stats for stats in await self._replicas.stats()}
         if self._on_refresh is not None:
             self._on_refresh()

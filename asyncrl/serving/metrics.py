@@ -40,10 +40,10 @@ class ServingMetrics:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.in_flight = 0
         self.waiting = 0
-        """Requests without a token of their answer so far."""
+        """Requests whose answer has no token yet."""
         self.disconnects = 0
         self.refusals: Counter[Reason] = Counter()
-        """Counted by the guard of the connections."""
+        """By reason; counted by the connection guard."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generated_tokens = 0
@@ -53,7 +53,7 @@ class ServingMetrics:
 
     @property
     def refused(self) -> int:
-        """Requests that were sent away for later."""
+        """Requests refused with a request to retry later."""
         return sum(n for (path, status), n in self.requests.items() if status in (429, 503) and path != "/health")
 
     def count_choice(self, prompt_tokens: int, finished: Finished) -> None:
@@ -63,7 +63,7 @@ class ServingMetrics:
         self.interruptions += finished.interruptions
 
     def render(self, fleet: Fleet) -> str:
-        """The page that a Prometheus server scrapes."""
+        """The page for a Prometheus server."""
         lines: list[str] = []
 
         def metric(name: str, kind: str, help_text: str, values: Sequence[tuple[str, float]]) -> None:

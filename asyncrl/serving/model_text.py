@@ -1,4 +1,4 @@
-"""Converts between the text of clients and the token ids of the model."""
+"""Converts between clients' text and the model's token ids."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 
 
 class ModelText:
-    """The tokenizer and chat template of the served model. `chat` and `prompt` take long for long texts and may be
-    called from any thread.
+    """The tokenizer and chat template of the served model. `chat` and `prompt` are slow for long texts and thread-safe.
 
     Args:
-        vocab_size: of the model, which may have more ids than its tokenizer; None takes the tokenizer's.
+        vocab_size: of the model, which may exceed its tokenizer's; None: the tokenizer's.
         max_model_len: prompt plus answer, in tokens.
-        parser: format of tool calls, as `parser_for` takes it.
+        parser: format of tool calls, for `parser_for`.
     """
 
     def __init__(
@@ -45,12 +44,12 @@ class ModelText:
         self.max_model_len = max_model_len
         self._max_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
         self.stop_token_ids = stop_token_ids(tokenizer, model, ())
-        tokenizer.encode("a")  # clears a saved truncation now: two threads must not do that at once
+        tokenizer.encode("a")  # clears a saved truncation now, which would be a race between threads later
 
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """[P] int32: the messages and the descriptions of the tools through the chat template.
 
-        Raises ApiError: too long, or refused by it.
+        Raises ApiError: too long, or refused by the template.
         """
         self._require_short("messages", _written_size(messages))
         self._require_short("tools", _written_size(tools))
@@ -60,9 +59,9 @@ class ModelText:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from e
 
     def prompt(self, prompt: str | Sequence[int]) -> np.ndarray:
-        """[P] int32: a text with the special tokens that the tokenizer puts around it, or the given ids.
+        """[P] int32: the given ids, or the text with the tokenizer's special tokens around it.
 
-        Raises ApiError: an id that the model does not have, a text without tokens, or one that is far too long.
+        Raises ApiError: an id that the model does not have, a text without tokens, or a text that is far too long.
         """
         if not isinstance(prompt, str):
             if (worst := max(prompt)) >= self.vocab_size:
@@ -78,14 +77,14 @@ class ModelText:
         return np.asarray(ids, np.int32)
 
     def _require_short(self, param: str, num_characters: int) -> None:
-        """Refuses a text, before it is tokenized, that would not fit even if all its tokens were the longest one."""
+        """Refuses a text, before tokenization, that would not fit even if all its tokens had the longest text."""
         if num_characters > self._max_characters:
             found = f"{param}: {num_characters} characters, the model's context holds {self.max_model_len} tokens"
             found += f", at most {self._max_characters} characters"
             raise ApiError(400, f"{found}; shorten the text", param=param, code="context_length_exceeded")
 
     def hides(self, texts: Iterable[str]) -> bool:
-        """True when one of these texts has a special token, which `decode` leaves out."""
+        """Whether one of these texts has a special token, which `decode` omits."""
         return any(special in text for text in texts for special in self._specials)
 
     def decode(self, token_ids: list[int]) -> str:
@@ -96,8 +95,7 @@ class ModelText:
 
 
 def _written_size(value: object) -> int:
-    """Characters of a JSON value when each value and each key stands on a line that is indented by its depth: templates
-    may write it like this."""
+    """Characters of a JSON value with each key and value on its own line, indented by depth, as in some templates."""
     found, depth, level = 0, 0, [value]
     while level:
         deeper: list[object] = []

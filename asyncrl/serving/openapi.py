@@ -1,7 +1,7 @@
-"""The OpenAPI description of the server, made from the models that check requests. Pure.
+"""The OpenAPI description of the server, generated from the models that check requests. Pure.
 
-It cannot express that a prompt and its answer must fit the model's context, that min_tokens is at most max_tokens, and
-which roles the chat template knows. Requests that violate these rules also get status 400.
+Three rules are not expressible: a prompt and its answer must fit the model's context, min_tokens is at most max_tokens,
+and the chat template knows only certain roles. Violations also get status 400.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _READ_ONLY = ("401", "403", "500")
 
 def schema(model: str, vocab_size: int, *, keyed: bool) -> dict[str, Any]:
     """Args:
-    model: the name that it is served under.
+    model: the served name.
     keyed: requests need a key.
     """
     schemas: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def schema(model: str, vocab_size: int, *, keyed: bool) -> dict[str, Any]:
 
 
 def _body(request: type[Served], model: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a request's fields and of those that ask for nothing. Adds what it refers to to `schemas`."""
+    """The schema of a request's fields, including those without effect. Adds the referenced schemas to `schemas`."""
     made = request.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas |= made.pop("$defs", {})
     fields = made["properties"]
@@ -74,6 +74,7 @@ def _body(request: type[Served], model: str, schemas: dict[str, Any]) -> dict[st
     made["properties"] = {name: kind if name in made["required"] else _optional(kind) for name, kind in fields.items()}
     unused = {field: {"enum": [None, *values]} for field, values in request.harmless.items()}
     made["properties"] = unused | {field: {} for field in request.information} | made["properties"]
+    # Options of a stream are valid only for a streamed answer.
     if "stream_options" not in request.model_fields:
         return made
     return made | {

@@ -1,7 +1,7 @@
-"""The requests of OpenAI's routes as pydantic models, from which the OpenAPI description is made too. Pure.
+"""The requests of OpenAI's routes as pydantic models; the OpenAPI description is generated from them. Pure.
 
-A field that is not supported is refused by name rather than ignored, unless its value has no effect: the field's
-default, null, or an empty list.
+An unsupported field is refused by name rather than ignored, unless its value has no effect: the field's default, null,
+or an empty list.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_STOP_TOKENS = 1024
 MAX_PROMPTS = 1024
 
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    # Fields that are not served, with the values that ask for nothing.
+    # Unserved fields, with their values that have no effect.
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -59,7 +59,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 INFORMATION = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-"""Accepted and unused: they do not change the answer."""
+"""Accepted and ignored: they do not change the answer."""
 
 
 def _temperature(value: float) -> float:
@@ -70,7 +70,7 @@ def _temperature(value: float) -> float:
 
 
 def _no_alternatives(value: Any) -> bool:
-    """Chat sends a boolean, completions the number of alternatives to the sampled token."""
+    """Chat sends a boolean; completions send the number of alternatives to the sampled token."""
     if not isinstance(value, bool) and value != 0:
         found = f"logprobs={short(value)} asks for alternatives, and only the sampled token's is known (logprobs=0)"
         raise unsupported("logprobs", found)
@@ -84,7 +84,7 @@ def _no_number(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """A list of prompts. One prompt, a text or token ids, becomes a list of one."""
+    """A list of prompts; a single prompt (text or token ids) becomes a list of one."""
     one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(whole(value[0])) is int)
     return [value] if one else value
 
@@ -167,14 +167,14 @@ class ResponseFormat(Fields):
 
     @property
     def guide(self) -> dict[str, Any] | None:
-        """The schema of the answer; None where any text will do."""
+        """The schema of the answer; None: any text."""
         if self.type == "json_schema":
             return {} if self.json_schema is None else self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
 
 
 class Options(Served):
-    """A request without its prompt. `max_tokens` None: as many as fit. `seed` None: drawn by the server."""
+    """A request without its prompt. `max_tokens` None: as many as fit. `seed` None: chosen by the server."""
 
     harmless = HARMLESS
     information = INFORMATION
@@ -207,7 +207,7 @@ class Options(Served):
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest answer that is requested."""
+        """Requested limit on the tokens of the answer."""
         return self.max_tokens
 
     @property
@@ -276,10 +276,11 @@ def parse_completion(body: object) -> CompletionRequest:
 
 
 def forced_call(asked: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The JSON schema of one call of the tool that `tool_choice` names, or of any. `tools`: as they were sent.
+    """The JSON schema of one call of the tool that `tool_choice` names, or of any tool. `tools`: as the client sent
+    them.
 
-    The schema of each tool's arguments stands under `$defs`, and its references to itself lead there, so that two tools
-    may give one name to different definitions.
+    The schema of each tool's arguments goes under `$defs`, with its references to itself redirected there, so that two
+    tools may use one name for different definitions.
     """
     named = asked.tool_choice.function.name if isinstance(asked.tool_choice, NamedTool) else None
     functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
@@ -300,7 +301,7 @@ def forced_call(asked: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A JSON schema whose references to its own root (`#`) lead to `place`, where that root stands now."""
+    """A JSON schema with the references to its own root (`#`) redirected to `place`, the root's new location."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):

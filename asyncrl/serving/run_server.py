@@ -3,8 +3,8 @@ a Ray actor on the driver's machine, which `driver.fleet.server_keeper` replaces
 
     client --HTTP--> Api --> Fleet --> PlaceQueue --> GenerationClient --> Replica[0..R) of the run
 
-It is a client of the replicas as a rollouter is, so no call of the run waits for it. Nothing that it gets enters the
-queue.
+The server is a client of the replicas, like a rollouter, so no call of the run waits for it. Its answers never enter
+the queue.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from asyncrl.types import ReplicaState, ReplicaStats, ReplicaTable, RunServerSta
 logger = logging.getLogger(__name__)
 
 NICENESS = 5
-"""Under load the processes of the run come first on this machine's cores."""
+"""Gives the processes of the run priority on this machine's cores."""
 LISTEN_S = 30.0
 LAST_WORD_S = 5.0
-"""Time for a client to read that its request has timed out, before its connection is closed."""
+"""Time for a client to read the timeout error of its request before the connection is closed."""
 GRACE_S = 1
-"""Time for requests in progress when the run ends."""
+"""Time for requests in progress at the end of the run."""
 REFRESH_S = 5.0
-"""Between two looks at every replica, and two writes of the discovery file."""
+"""Seconds between two checks of every replica, and two writes of the discovery file."""
 _UP: tuple[ReplicaState, ...] = ("newcomer", "serving", "held", "leased")
 
 
 @dataclass(frozen=True, slots=True)
 class RunServerSpec:
-    """What the server of a run is built from. `max_lost`: an answer fails when so many replicas died while they worked
-    on it. `api_key` None: whoever can connect may ask."""
+    """Arguments of the run's server. `max_lost`: an answer fails once this many replicas died while they worked on it.
+    `api_key` None: no key required."""
 
     model: ModelConfig
     rollout: RolloutConfig
@@ -66,11 +66,11 @@ class RunServerSpec:
     api_key: str | None = None
 
     def __repr__(self) -> str:
-        return f"RunServerSpec({self.model.path!r})"  # without the key
+        return f"RunServerSpec({self.model.path!r})"  # hides the key
 
 
 class RunReplicas:
-    """The replicas of a run as its server sees them: those of the last table. Their pool watches them, not this."""
+    """The replicas of the last table, for the fleet of a run's server. The run's own pool watches and replaces them."""
 
     def __init__(self) -> None:
         self.table = ReplicaTable()
@@ -85,7 +85,7 @@ class RunReplicas:
         return [answer for answer in answers if isinstance(answer, ReplicaStats)]
 
     async def watch(self) -> None:
-        """Returns never: the run replaces its replicas."""
+        """Never returns: the run replaces its replicas."""
         await asyncio.get_running_loop().create_future()
 
 
@@ -103,8 +103,8 @@ class RunServer:
         """
         Args:
             client_id: names this incarnation among all clients of the replicas.
-            read_text: reads the tokenizer and the chat template; None: those of the model's files.
-            niceness: by which the priority of this process is lowered.
+            read_text: reads the tokenizer and the chat template; None: from the model's files.
+            niceness: added to the niceness of this process.
         """
         self._spec = spec
         self._client_id = client_id
@@ -123,9 +123,10 @@ class RunServer:
         self._serving: asyncio.Task[None]
 
     async def start(self, port: int) -> RunServerStats:
-        """Returns when it listens on `port`; 0 takes a free one, as one does that is taken where the recipe has 0.
+        """Returns once the server listens on `port`. Port 0 picks a free port; so does a restart whose old port is
+        taken, if the recipe says 0.
 
-        Raises ConfigError: the address cannot be bound, or the tokenizer not be loaded. Raises DeadlineExceeded,
+        Raises ConfigError: the address cannot be bound, or the tokenizer cannot be loaded; DeadlineExceeded,
         ProcessDied.
         """
         os.nice(self._niceness)
@@ -134,6 +135,7 @@ class RunServer:
         try:
             listener = bind(settings.host, port)
         except ConfigError:
+            # A restart asks for its old port; only a recipe with a fixed port requires it.
             if settings.port or not port:
                 raise
             listener = bind(settings.host, 0)
@@ -143,7 +145,7 @@ class RunServer:
         return await self.stats()
 
     async def run(self) -> None:
-        """Serves until `stop`. Raises what ended the HTTP server before."""
+        """Serves until `stop`. Raises the error that ended the HTTP server earlier."""
         stop = asyncio.create_task(self._stopped.wait(), name="stop")
         watching = asyncio.create_task(self._watch(), name="fleet")
         try:
@@ -153,7 +155,7 @@ class RunServer:
             await self._client.close()
 
     async def _watch(self) -> None:
-        """Runs until it is cancelled. Raises the unexpected error of a part that talks to the replicas."""
+        """Runs until cancelled. Raises the unexpected error of a part that talks to the replicas."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._fleet.watch())
@@ -162,7 +164,7 @@ class RunServer:
             raise cause(errors.exceptions) from None
 
     async def set_replicas(self, table: ReplicaTable) -> None:
-        """Sends requests to the replicas that serve in this table; its handles are `ReplicaChannel`s of an external
+        """Sends requests to the serving replicas of this table, whose handles are `ReplicaChannel`s of an external
         client."""
         self._replicas.table = table
         self._places.set_replicas(len(table.those("serving", "held")))
@@ -174,19 +176,19 @@ class RunServer:
         return RunServerStats(self._address, max(0, running), metrics.waiting, metrics.refused)
 
     async def stop(self) -> None:
-        """Accepts nothing new; what is being answered has a moment to end. `run` then returns."""
+        """Refuses new requests and gives requests in progress a grace period. `run` then returns."""
         self._stopped.set()
 
     def _connect(self, listener: socket.socket, text: ModelText) -> None:
-        """Builds the parts between this socket and the replicas."""
+        """Builds the parts between the socket and the replicas."""
         spec, settings = self._spec, self._spec.rollout.serve
         self._address = address_of(listener)
-        # a request waits for the replica of its session or prefix only where that has a place left
+        # a request waits for the replica of its session or prefix only if that replica has a free place
         spare = min(32, self._limits.external - 1)
         self._client = GenerationClient(
             self._client_id,
             self._replicas.table,
-            request_timeout_s=settings.request_timeout_s + 60,  # the server's own deadline comes first, and says more
+            request_timeout_s=settings.request_timeout_s + 60,  # the server's own deadline comes first
             poll_interval_s=spec.rollout.poll_every_s,
             waits_for_replacements=True,
             max_lost=spec.max_lost,

@@ -25,7 +25,7 @@ TOOLS: dict[str, Callable[[ToolUseConfig], Tool]] = {
 def build_tools(config: ToolUseConfig) -> tuple[Tool, ...]:
     """The tools of `rollout.tool_use.tools`; a custom one, `package.module:Name`, is called without arguments.
 
-    Raises ConfigError: unknown name, nothing that can be imported or made, no tool, or two of one name.
+    Raises ConfigError: unknown name, failed import or construction, not a tool, or two tools with one name.
     """
     tools: list[Tool] = []
     for name in config.tools:

@@ -10,7 +10,7 @@ from typing import Any
 
 MAX_EXPRESSION_CHARS = 1000
 MAX_BITS = 4096
-"""Largest size of any intermediate number, so that a power of powers is refused at once."""
+"""Largest size of an intermediate number, so that a power of powers is refused immediately."""
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,

@@ -1,4 +1,4 @@
-"""MCP servers whose tools the policy may call: one connection to each, started again when it ends."""
+"""MCP servers whose tools the policy may call: one connection per server, restarted when it ends."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
 _CLOSE_S = 4.0
-"""Longest time for a connection to end; twice that for a command, to which the SDK sends SIGTERM, then SIGKILL."""
+"""Longest time for a connection to end; doubled for a command, to which the SDK sends SIGTERM, then SIGKILL."""
 _MAX_PAGES = 100
 _LOST_MESSAGES = ("Session terminated", "Server returned an error response", "Unexpected content type")
-"""The SDK's own, for answers over HTTP that are not JSON-RPC."""
+"""The SDK's messages for HTTP answers that are not JSON-RPC."""
 _SHARED_VARIABLE = "ASYNCRL_RUN"
-"""By this the janitor finds a server that outlives its rollouter."""
+"""The janitor finds a server that outlives its rollouter by this variable."""
 
 
 @dataclass(frozen=True, slots=True)
 class McpTool:
-    """A tool of a server. `name`: as the policy calls it; `own_name`: as the server does. `parameters`: JSON schema."""
+    """A tool of a server. `name`: for the policy; `own_name`: of the server. `parameters`: JSON schema."""
 
     name: str
     own_name: str
@@ -44,20 +44,20 @@ class McpTool:
 
 
 class McpServer:
-    """Owns the connection to one server, and the server's process where it is started here. Belongs to one event loop.
+    """Owns the connection to one server, and the server's process if it was started here. Belongs to one event loop.
 
-    Consumes: `call`s of all trajectories of the rollouter, many at once.
+    Consumes: concurrent `call`s of all trajectories of the rollouter.
     Produces: one result or one error for each call.
     Waits for: an answer, at most `timeout_s`; a connection, at most `start_timeout_s` of its settings.
     Unblocked by: the answer; the end of the connection, which fails the calls in flight.
     Stops when: `close` is called.
 
-    A call that finds the connection ended, or a server that answers neither a call nor the list of its tools in time,
-    ends the connection: it is made again, with a delay that grows. `restarts` counts that.
+    The connection ends, and is made again with growing delays, if a call finds it broken, or if the server answers
+    neither a call nor a request for its tools in time. `restarts` counts this.
     """
 
     def __init__(self, name: str, config: McpServerConfig, *, timeout_s: float) -> None:
-        """Made in the event loop that it belongs to.
+        """Must be called in its event loop.
 
         Args:
             name: in the recipe, for messages.
@@ -69,14 +69,15 @@ class McpServer:
         self._config = config
         self._timeout_s = timeout_s
         self._client: asyncio.Future[mcp.Client] = asyncio.get_running_loop().create_future()
-        """The connection; a new future while it is being made again."""
+        """The connection; a new future during a reconnect."""
         self._ended = asyncio.Event()
         self._why = "it has not been started"
         self._owner: asyncio.Task[None] | None = None
         self._closed = False
 
     async def start(self) -> None:
-        """Connects and lists the tools. Raises ConfigError: it cannot be started, does not answer, or has no tools."""
+        """Connects and lists the tools. Raises ConfigError: the server cannot be started, does not answer, or has no
+        tools."""
         self._owner = asyncio.create_task(self._own(), name=f"MCP server {self.name}")
         await asyncio.wait([self._client, self._owner], return_when=asyncio.FIRST_COMPLETED)
         if not self._client.done():
@@ -84,7 +85,7 @@ class McpServer:
         await asyncio.shield(self._client)
 
     async def call(self, tool: McpTool, arguments: Mapping[str, Any]) -> ToolResult:
-        """What the policy reads. Raises ProcessDied: the connection has ended, or cannot be made again."""
+        """The text for the policy. Raises ProcessDied: the connection has ended, or cannot be restored."""
         client = await self._connected(tool)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -99,7 +100,7 @@ class McpServer:
         return ToolResult(("Error: " if answer.is_error else "") + _text_of(answer), failed=bool(answer.is_error))
 
     async def close(self) -> None:
-        """Ends the connection, and the server's process. Idempotent."""
+        """Ends the connection and the server's process. Idempotent."""
         self._closed = True
         self._ended.set()
         if self._owner is not None:
@@ -110,7 +111,7 @@ class McpServer:
     # -- inside --------------------------------------------------------------------------------------------------
 
     async def _own(self) -> None:
-        """Keeps a connection: it is entered and left in this task, as its cancel scopes require."""
+        """Maintains the connection. It is entered and left in this task, as its cancel scopes require."""
         failures = 0
         while not self._closed:
             self._ended.clear()
@@ -124,10 +125,11 @@ class McpServer:
                     await self._ended.wait()
             except Exception as error:
                 if not self.tools:
-                    raise  # the start fails
+                    raise  # the first connection: `start` fails
                 failures += not self._client.done()
                 self._why = _reason(error)
                 logger.warning("MCP server %s: %s", self.name, self._why)
+            # Later calls wait on a new future until the next connection.
             if self._client.done():
                 self._client = asyncio.get_running_loop().create_future()
             if not self._closed:
@@ -135,7 +137,7 @@ class McpServer:
                 await asyncio.sleep(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**failures))
 
     async def _connected(self, tool: McpTool) -> mcp.Client:
-        """The connection; a call waits while it is made again."""
+        """The connection; waits during a reconnect."""
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 return await asyncio.shield(self._client)
@@ -143,7 +145,7 @@ class McpServer:
             raise self._died(f"call {tool.own_name}", f"it cannot be started again: {self._why}") from None
 
     async def _probe(self, client: mcp.Client, tool: McpTool) -> None:
-        """After a call without an answer. Raises ProcessDied: the server does not even list its tools in that time."""
+        """Checks the server after an unanswered call. Raises ProcessDied: it does not list its tools in time either."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await client.list_tools(cache_mode="bypass")
@@ -155,7 +157,7 @@ class McpServer:
         return self._client.done() and self._client.result() is client
 
     def _lost(self, client: mcp.Client, asked: str, found: str) -> ProcessDied:
-        """Has the connection made again, unless somebody else did."""
+        """Starts a reconnect, unless another call did."""
         self._why = found
         if self._is_current(client):
             self._client = asyncio.get_running_loop().create_future()
@@ -169,11 +171,11 @@ class McpServer:
 
 @asynccontextmanager
 async def connected(name: str, config: McpServerConfig) -> AsyncIterator[tuple[mcp.Client, tuple[McpTool, ...]]]:
-    """A connection and the tools to offer, by name. Ends the server's process where it was started here.
+    """A connection and the tools to offer, by name. Ends the server's process if it was started here.
 
     Raises:
-        ConfigError: it cannot be started or reached, is too slow, or does not have the tools that are asked for.
-        TimeoutError: it could be used, and did not end the session in time.
+        ConfigError: the server cannot be started or reached, is too slow, or lacks tools that are asked for.
+        TimeoutError: the session was usable, and did not end in time.
     """
     import httpx2
     from mcp import Client, StdioServerParameters, stdio_client
@@ -190,7 +192,7 @@ async def connected(name: str, config: McpServerConfig) -> AsyncIterator[tuple[m
                 variables = {_SHARED_VARIABLE: run, **variables}
             process = StdioServerParameters(command=config.command[0], args=config.command[1:], env=variables)
             transport = stdio_client(process, errlog=sys.__stderr__ or sys.stderr)
-        # the SDK ends a session over HTTP by a request without a deadline: also leaving needs one
+        # the SDK ends an HTTP session with a request without a deadline, so the exit needs one
         limit = asyncio.timeout(config.start_timeout_s + leave_s)
         try:
             async with limit, AsyncExitStack() as stack:
@@ -217,13 +219,13 @@ async def connected(name: str, config: McpServerConfig) -> AsyncIterator[tuple[m
 
 
 def list_mcp_tools(servers: Mapping[str, McpServerConfig]) -> tuple[McpTool, ...]:
-    """The tools of all servers, in the order of the servers, then by name. Blocks: connects to each of them and leaves
-    it again, within its start_timeout_s and some seconds. May be called where an event loop runs. Raises ConfigError as
+    """The tools of all servers, in the order of the servers, then by name. Blocks: connects to each server and leaves
+    it, within its start_timeout_s and some seconds. Works inside a running event loop. Raises ConfigError as
     `connected`."""
 
     async def tools_of(name: str, config: McpServerConfig) -> tuple[McpTool, ...]:
         tools: tuple[McpTool, ...] = ()
-        with suppress(TimeoutError):  # of leaving it
+        with suppress(TimeoutError):  # at exit
             async with connected(name, config) as (_, tools):
                 pass
         return tools
@@ -267,14 +269,14 @@ def _asked(name: str, config: McpServerConfig) -> str:
 
 
 def _text_of(answer: Any) -> str:
-    """The texts of a result, a line each; the kind of whatever is none. At most MAX_TEXT_CHARS of them."""
+    """The texts of a result, one per line; for other content its kind. Truncated to MAX_TEXT_CHARS."""
     parts = [part.text if part.type == "text" else f"[{part.type}]" for part in answer.content]
     return "\n".join(parts)[:MAX_TEXT_CHARS] or "(no content)"
 
 
 def _is_lost(error: BaseException) -> bool:
-    """True when the connection is of no more use: it was closed, the server does not know its session any more, or the
-    answer was not MCP's: an error page of a proxy, a login page."""
+    """True if the connection is unusable: closed, its session unknown to the server, or the answer not MCP's (an error
+    page of a proxy, a login page)."""
     from mcp import MCPError
     from mcp_types import CONNECTION_CLOSED
 
@@ -284,7 +286,7 @@ def _is_lost(error: BaseException) -> bool:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Of a group of errors the first one."""
+    """The first error of a group of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -7,16 +7,15 @@ from typing import Any
 from asyncrl.workers.sandbox import SandboxLimits, require_protection, run_python
 
 _SHARE_OF_DEADLINE = 0.8
-"""Of the call's deadline; what is left is for starting and clearing the sandbox."""
+"""Share of the call's deadline for the program; the rest is for starting and clearing the sandbox."""
 
 
 class Python:
-    """Each call is a program of its own: nothing is kept between calls, and
-    `asyncrl.workers.sandbox` confines it.
+    """Each call is a separate program without shared state, confined by `asyncrl.workers.sandbox`.
 
     Args:
-        timeout_s: deadline of the whole call; the program gets less, so that the policy reads what it had printed.
-        allow_basic_sandbox: run it also where less than Landlock and seccomp confines it.
+        timeout_s: deadline of the whole call. The program gets less, so that the policy can read its output.
+        allow_basic_sandbox: run even if the sandbox is weaker than Landlock and seccomp.
     """
 
     name = "python"
@@ -33,11 +32,11 @@ class Python:
         self._limits = SandboxLimits(timeout_s=wall_s, cpu_s=max(1, round(wall_s)))
 
     def start(self) -> None:
-        """Raises ConfigError: programs would be confined by less than the recipe allows."""
+        """Raises ConfigError: the sandbox is weaker than the recipe allows."""
         require_protection("rollout.tool_use", basic_allowed=self._basic_allowed)
 
     def call(self, code: str) -> str:
-        """What it printed. Raises RuntimeError with its standard error where it failed, and the limit that it met."""
+        """The program's output. Raises RuntimeError with its standard error if it failed, and the limit it exceeded."""
         ended = run_python(str(code), limits=self._limits)
         if ended.succeeded:
             return ended.stdout.rstrip() or "(it printed nothing)"

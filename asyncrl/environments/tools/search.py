@@ -12,15 +12,15 @@ from typing import Any
 from asyncrl.errors import ConfigError, explain
 
 K1, B = 1.2, 0.75
-"""Term saturation and length normalisation, the usual values (Robertson and Zaragoza 2009)."""
+"""Term saturation and length normalisation; the usual values (Robertson and Zaragoza 2009)."""
 MAX_RESULTS = 10
 
 
 class Search:
-    """Searches a corpus, whose index it owns.
+    """Searches a corpus and owns its index.
 
     Args:
-        corpus: JSONL file of {"title", "text"}; it is read when the tool starts.
+        corpus: JSONL file of {"title", "text"}, read by `start`.
 
     Raises ConfigError: no such file.
     """

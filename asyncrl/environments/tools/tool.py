@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the policy reads. `failed`: it is an error."""
+    """Text for the policy. `failed`: it is an error."""
 
     text: str
     failed: bool = False
 
 
 class ToolDescription(Protocol):
-    """What the policy is told of a tool."""
+    """The description of a tool for the policy."""
 
     @property
     def name(self) -> str:
@@ -25,17 +25,17 @@ class ToolDescription(Protocol):
 
     @property
     def description(self) -> str:
-        """What it does, for the policy."""
+        """What the tool does, for the policy."""
         ...
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of its arguments: an object with `properties`."""
+        """JSON schema of the arguments: an object with `properties`."""
         ...
 
 
 class Tool(ToolDescription, Protocol):
-    """Instantiated in the rollouter for its description, and in each tool process to be called, one call at a time.
+    """Instantiated in the rollouter for its description, and in each tool process for calls, one at a time.
 
     If a tool has a method `start()`, each process calls it once before the first call: the place to load data.
     """
@@ -47,11 +47,11 @@ class Tool(ToolDescription, Protocol):
 
 
 def schema_of(tool: ToolDescription) -> dict[str, Any]:
-    """OpenAI's function schema, which chat templates take too."""
+    """OpenAI's function schema, also accepted by chat templates."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}
 
 
 def no_such_tool(name: str, known: Iterable[str]) -> ToolResult:
-    """What the policy reads when it calls a tool that is not there."""
+    """The result for a call of an unknown tool."""
     return ToolResult(f"Error: there is no tool {name!r}; the tools are {', '.join(sorted(known))}", failed=True)

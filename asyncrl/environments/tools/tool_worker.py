@@ -1,5 +1,5 @@
-"""A tool process: `python -m asyncrl.environments.tools.tool_worker NAME...`; the names are for people. Each request
-is the (name, arguments) of a call; the answer is a `ToolResult`."""
+"""A tool process: `python -m asyncrl.environments.tools.tool_worker NAME...`; the names are for people. A request is
+the (name, arguments) of a call; the answer is a `ToolResult`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def call(tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any]) -> 
         return ToolResult(f"Error: {tool.name} takes {takes}: {error}", True)
     try:
         result: Any = tool.call(**arguments)
-    except BaseException as error:  # noqa: BLE001 - boundary: the policy reads what its call raised
+    except BaseException as error:  # noqa: BLE001 - boundary: the policy reads the error of its call
         return ToolResult(f"Error: {type(error).__name__}: {error}"[:MAX_TEXT_CHARS], True)
     return ToolResult(str(result)[:MAX_TEXT_CHARS])
 
