@@ -203,7 +203,7 @@ class Driver:
             self._find(f"{what} failed after {restarts} restarts; told were {self._restarts[what]}")
         self._restarts[what] = restarts + 1
 
-    # -- replicas and what they serve --------------------------------------------------------------------------------
+    # -- replicas and publishes --------------------------------------------------------------------------------------
 
     def saw_version(self, version: int, step: int) -> None:
         """A group has a new version."""

@@ -2,7 +2,7 @@
 
     client --HTTP--> Api --> Fleet --> GenerationClient --> Router --> Replica[0..R)   (Ray actors)
                                            ^ table of who serves
-                                       ReplicaPool (replaces those that die)
+                                       ReplicaPool (replaces dead replicas)
 
 Exit codes: 1 it failed, the error is named; 2 bad input, nothing was started; 130 and 143 it was ended by SIGINT or
 SIGTERM.

@@ -149,7 +149,7 @@ class Evaluations:
             stop.cancel()
         return True
 
-    # -- beside training -----------------------------------------------------------------------------------------
+    # -- during training -----------------------------------------------------------------------------------------
 
     async def _begin(self, step: int) -> None:
         """Leases replicas and begins the evaluation; it stays due if no replica is free."""

@@ -27,12 +27,12 @@ def write_report(
 
     Args:
         waits: the open waits of the driver (`waits.WAITS.lines()`).
-        processes: those of the run on this machine; on other machines use `py-spy dump`.
+        processes: of the run on this machine; on other machines use `py-spy dump`.
         log: the run's log; its last lines are copied.
-        outputs: other files of which the last lines are copied, where there are any.
+        outputs: further files whose last lines are copied.
         hide: applied to the report.
 
-    Raises OSError: it cannot be written.
+    Raises OSError if the report cannot be written.
     """
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-{type(error).__name__}"
     number = sum(path.name.startswith(base) for path in directory.glob("*")) if directory.exists() else 0

@@ -1,4 +1,4 @@
-"""The timeline of a run in Chrome's trace format, which Perfetto and chrome://tracing show. Pure."""
+"""The timeline of a run in Chrome's trace format, for Perfetto and chrome://tracing. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from asyncrl.types.metrics import Metric
 
 COUNTERS = (Metric.LAG_MEAN, Metric.QUEUE_RUNNING, Metric.QUEUE_READY, Metric.ROLLOUT_SPEED)
 TRAINER, GROUPS, TRAJECTORIES, REPLICAS = 1, 2, 3, 10
-"""Numbers of the rows' headings; of a replica `REPLICAS` plus its id."""
+"""Process ids in the trace; a replica has `REPLICAS` plus its id."""
 _LANES = {"steps": 1, "publishes": 2, "checkpoints": 3, "evaluations": 4}
 Trace = dict[str, Any]
 
 
 def chrome_trace(run: RunFiles, recorded: Iterable[Mapping[str, Any]]) -> Trace:
-    """Steps, publishes, checkpoints, evaluations, faults, every group, and the requests of some.
+    """Steps, publishes, checkpoints, evaluations, faults, every group, and the requests of the recorded groups.
 
     Args:
         recorded: the lines of spans.jsonl.
@@ -101,7 +101,7 @@ def _of_trajectories(recorded: Iterable[Mapping[str, Any]], start: float) -> Ite
 
 
 class _Lanes:
-    """Puts spans that overlap on lines of their own. They must come in the order in which they begin."""
+    """Assigns overlapping spans to different lanes. Spans must come in order of their begin."""
 
     def __init__(self) -> None:
         self._free: list[tuple[float, int]] = []

@@ -397,7 +397,7 @@ class CheckpointEngine:
         for replica_id, outcome in received.items():
             if is_gone(outcome):
                 self._fleet.fail(replica_id, replicas[replica_id], outcome)
-        # A deadline names the process that waited. A health check finds the one that does not answer.
+        # A deadline names the process that waited. A health check finds the process that does not answer.
         lost: set[int] = set()
         if any_late(sent, received):
             lost = replicas.keys() - (await self._healthy(replicas)).keys()
