@@ -31,8 +31,8 @@ class Turns:
         """Seconds asleep and waking of each replica process at the last line of metrics."""
 
     async def take(self, step: int) -> None:
-        """Returns when the trainer has the devices for the step that starts at `global_steps == step`. Raises what
-        `EngineTurns.sleep` raises."""
+        """Returns when the trainer has the devices for the step that starts at `global_steps == step`. Raises like
+        `EngineTurns.sleep`."""
         if self._engines is None:
             return
         began = time.monotonic()

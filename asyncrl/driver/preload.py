@@ -22,7 +22,7 @@ OF_RANKS = (
     "asyncrl.trainer.host_copies",
     "asyncrl.weights.encodings.delta_encoder",
 )
-"""Modules that only a rank's process imports."""
+"""The class of a trainer rank, and the modules that only its process imports."""
 
 
 def start_preloading(forks: ForkServer, recipe: Recipe, *, trains: bool = True) -> None:

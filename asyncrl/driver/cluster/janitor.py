@@ -1,9 +1,9 @@
 """The janitor: a small process that cleans up after a run, however the driver ends, and outlives it by a few seconds.
 
 The janitor recognises the processes of a run by `ASYNCRL_RUN` in their environment. The launch code sets the variable,
-and every child process inherits it: Ray's own processes, the actors, and the processes of engines and rewards. Some of Ray's
-processes overwrite the memory that shows their environment. The janitor recognises these by their parents, so it must
-see them while the parents are alive.
+and every child process inherits it: Ray's own processes, the actors, and the processes of engines and rewards. Some of
+Ray's processes overwrite the memory that shows their environment. The janitor recognises these by their parents, so it
+must see them while the parents are alive.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class ModelPools:
 
     Consumes: failures that the health watch of each pool finds.
     Produces: replacements of replicas; the table of each pool, for the listener.
-        Waits for: see `ReplicaPool`.
+    Waits for: see `ReplicaPool`.
     Stops when: `stop` is called. `watch` raises once a pool has spent its budget.
     """
 

@@ -124,8 +124,8 @@ class ReplicaPool:
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts all replicas concurrently and returns when they are up. Replicas that fail to start are replaced as
-        long as a quorum can come up. Raises the first error beyond that, and any ConfigError immediately, since all
+        """Starts all replicas concurrently. Replaces replicas that fail to start as long as a quorum can come up, and
+        returns when the others are up. Raises the first error beyond that, and any ConfigError immediately, since all
         replicas share the configuration."""
         controls, failed = dict(self._controls), dict[int, Exception]()
         spare = 0 if self._settings.quorum is None else len(controls) - self._settings.quorum

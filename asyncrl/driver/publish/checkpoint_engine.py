@@ -266,8 +266,8 @@ class CheckpointEngine:
     async def _pause(self, publish: _Publish, replicas: Replicas) -> Replicas:
         """Returns the replicas that are now paused; hands dead and late ones to the fleet.
 
-        The timeout leaves time for the rest of the publish: at most half of it, or a transfer's. A draining pause may
-        take all but one transfer's time.
+        The timeout leaves time for the rest of the publish: `min(left / 2, transfer)`; for a draining pause
+        `max(left / 2, left - transfer)`.
         """
         left, transfer_s = publish.left(), self._config.transfer_timeout_s
         limit_s = max(left / 2, left - transfer_s) if self._pause_mode == "drain" else min(left / 2, transfer_s)
