@@ -52,6 +52,7 @@ def convert(found: FoundCheckpoint, model: ModelConfig, out: Path, to: str, *, t
     said = f"{written} to {to}: {' and '.join(configs)} with both moments; random states start as in a new run"
     record = {"checkpoint": str(found.directory.resolve()), "from": written, "to": to, "what": said}
     progress = read_state(found.directory)
+    # The new run has one checkpoint at the same step, and the old run's history.
     with new_directory(out) as directory:
         store = CheckpointStore(directory / "checkpoints", keep=1)
         temporary = store.begin(progress.global_steps)

@@ -152,6 +152,7 @@ def model_of(
         do = "repair the run's config.json, or move it away and pass --model DIRECTORY"
         raise ConfigError(explain(asked, "the recipe in the run's config.json has no section model", do))
     section, known = dict(section), [field.name for field in fields(ModelConfig)]
+    # Checked by hand: the file may come from another version, or from somebody else.
     if unknown := sorted(set(section) - set(known)):
         do = f"repair the run's config.json: the keys are {', '.join(known)}"
         raise ConfigError(explain(asked, f"the recipe in config.json has unknown keys in model: {unknown}", do))
@@ -162,6 +163,7 @@ def model_of(
     if "path" not in section:
         missing = "its run directory, with config.json, is not there"
         raise ConfigError(explain(asked, missing, "pass --model DIRECTORY, the model that was trained"))
+    # Keys named on the command line are the caller's own and need no trust in the run.
     if not trust_run:
         named = ["model.path"] * (path is not None) + ["model.trust_remote_code"] * trust_code
         do = f"else name the model with --model DIRECTORY, and allow its own code with {TRUST_CODE}"

@@ -131,6 +131,7 @@ def _costs(options: argparse.Namespace, console: Console) -> tuple[CostModel, Ru
         return read_costs(text, str(options.costs)), None
     if options.from_run is not None:
         return _measure(options, read_run(options.from_run))
+    # --probe: measure a short run of the recipe.
     with TemporaryDirectory(prefix="asyncrl-plan-", ignore_cleanup_errors=True) as scratch:
         directory = Path(scratch) / "probe"
         quiet = Console(stderr=True) if options.json else console

@@ -78,6 +78,7 @@ class Actors:
         recovery = recipe.recovery
         devices = SharedDevices() if recipe.is_colocated else None
         self._rollouter_budget = RestartBudget(recovery.max_restarts, recovery.window_s)
+        # Replicas first: engines that share devices and the fleet size act on their pool.
         self.replicas = ReplicaPool(
             self._spawn_replica,
             recipe.rollout.num_replicas,

@@ -242,7 +242,7 @@ class Coordinator:
     async def _one_step(self) -> bool:
         """Leases, trains, commits and publishes one step; False if a stop came before its groups were ready.
 
-        With a publish that overlaps training, little happens between two steps: the reply to the commit carries the
+        With a publish that overlaps training, the gap between two steps is short: the reply to the commit carries the
         next lease, the trainer copies its weights during the commit, and metrics are assembled while the next step
         trains.
         """
@@ -338,6 +338,7 @@ class Coordinator:
         record.of_batch(ended.manifest)
         record.of_training(ended.metrics, ended.train_s)
         record.of_publish(*ended.publishes)
+        # The guard may lower the limit on the lag; the queue's counts are then those after the change.
         guarded, limited = await self._guard.after_step(step, record.values)
         slots = self._staleness.limited(self._guard.limit).admissible(
             step=step, version=self._publisher.version, active=0
@@ -346,6 +347,7 @@ class Coordinator:
         with self._clock.time.during(Metric.TRAINER_EVALUATION):
             evaluated = await self._evaluations.after_step(step, last=step >= recipe.run.max_steps)
         stats = ended.stats
+        # An evaluation takes time and tokens: statistics from before it are outdated.
         if stats is None or evaluated:
             stats = await parts.replicas.stats()
         for name, value in (*guarded.items(), *evaluated.items()):

@@ -88,6 +88,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
 
     Raises ConfigError, DataError naming the key, file or row.
     """
+    # Checks that need no model first: they fail fastest.
     _check_places(recipe, trains=trains)
     check_environment(recipe)
     build_reward(recipe.reward)
@@ -95,6 +96,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     notes: list[str] = []
     facts = check_model(recipe.model.path)
     renderer = None
+    # A hub model is checked below, once its facts are known.
     if facts.is_local or not use_hub:
         _check_processes(recipe, facts, trains=trains)
     sampling = recipe.rollout.sampling
@@ -131,6 +133,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
             return None
         return render_rows(rows, renderer, recipe.data.max_prompt_tokens, recipe.data.on_long_prompt)
 
+    # Data and rewards: every row is read and, if there is a tokenizer, rendered.
     notes += _sandbox_notes(recipe)
     train = training_prompts(recipe.data, renderer, may_read) if trains else None
     if train is not None:
@@ -332,6 +335,7 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
     """The resolved plan: (label, text) of each line. Notes are easily overlooked facts; advice would speed up the
     run."""
     batch, rollout, trainer = recipe.batch, recipe.rollout, recipe.trainer
+    # The run's shape: mode, placement, batch, rollout, trainer, devices.
     slots = (recipe.max_lag + 1) * batch.groups_per_step
     trajectories = batch.groups_per_step * batch.group_size
     workers = rollout.settings.num_workers
@@ -375,6 +379,7 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
         yield "layout", layout
     yield from trainer_plan(_placed(recipe), found.facts)
     yield from _describe_server(recipe)
+    # The task: penalties, prompts and how often each is trained, held-out sets.
     overlong = recipe.algorithm.overlong
     if overlong.buffer_tokens and overlong.penalty:
         longest = recipe.longest_response_tokens

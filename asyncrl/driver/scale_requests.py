@@ -126,6 +126,7 @@ def ask(directory: Path, replicas: int | None, timeout_s: float) -> FleetReport:
             time.sleep(0.05)
         answer = json.loads(answered.read_text(encoding="utf-8"))
     finally:
+        # Also after a timeout: the run must not act on a request that nobody waits for.
         for path in (request, answered):
             path.unlink(missing_ok=True)
     if "error" in answer:

@@ -57,6 +57,7 @@ class EventLog:
     def write(self, event: Event) -> None:
         """Raises StorageError if the event cannot be written."""
         try:
+            # Other writers may have appended since: the chain must cover their lines.
             self._catch_up()
             seal = {"writer": self._writer, "at": self._at}
             now = {"time_s": time.time(), "monotonic_s": time.monotonic()}

@@ -48,6 +48,7 @@ class MetricsLog:
         if not self._path.exists():
             return
         kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
+        # Replaced atomically: a crash must not lose the lines of earlier steps.
         temporary = self._path.with_suffix(".tmp")
         try:
             temporary.write_text("".join(line + "\n" for line in kept))

@@ -22,6 +22,7 @@ def workspace(entity: str, project: str) -> Any:
     ]
     histogram = panels.LinePlot(title="Lag of tokens, histogram", x=str(Metric.STEP), y=["staleness/lag_histogram"])
     sections[1].panels.append(histogram)
+    # Tables and custom charts come from `WandbCharts`.
     sections.append(
         workspaces.Section(
             name="Trajectories",

@@ -323,6 +323,7 @@ def uncontended(costs: CostModel, late: Sequence[Mapping[str, float | None]], sc
     Args:
         late: lines of metrics.jsonl after the warm-up.
     """
+    # Fixed-point iteration: simulate, compare with the run, rescale the costs.
     in_turn = scenario.max_lag == 0
     trained_s = fmean(line.get(Metric.TRAIN_TIME) or 0.0 for line in late)
     waited = fmean(line.get(Metric.IDLE_TRAINER) or 0.0 for line in late)

@@ -118,10 +118,12 @@ class Simulation:
         self._scenario, self._costs = scenario, costs
         self._workload = workload or DrawnWorkload(scenario, costs)
         self._pacing = pacing or build_pacing(scenario.pacing, scenario.groups_per_step, scenario.max_lag)
+        # Parts of a real run.
         policy = StalenessPolicy(scenario.groups_per_step, scenario.max_lag, scenario.on_overdue)
         self._ledger = Ledger(policy, max_attempts=scenario.max_attempts, on_event=self._changed)
         self._filtered = EndWindow(scenario.filtered_window)
         self._router = Router()
+        # Simulated parts. `step_s` is cached: it is called once per event.
         step_s, rate = cache(costs.generation.step_s), costs.generation.prefill_tokens_per_s
         once = costs.generation.prompt_tokens / rate if rate else 0.0
 
@@ -138,6 +140,7 @@ class Simulation:
         self._stored: dict[int, SimulatedGroup] = {}
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
+        # The two clocks, and the load that separates them.
         self._work = 0.0
         """Seconds of work, the clock of the events; `_wall` runs faster when cores are short."""
         self._wall = 0.0

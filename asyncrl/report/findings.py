@@ -87,6 +87,7 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     waits, overdue = _mean(run, Metric.TRAINER_GROUPS), _mean(run, Metric.TRAINER_OVERDUE)
     generating = _mean(run, Metric.REPLICA_GENERATING)
     slots, environment = _mean(run, Metric.REPLICA_SLOTS), _mean(run, Metric.REPLICA_ENVIRONMENT)
+    # Generation side: stragglers, then the slowest stage.
     if overdue >= 0.1:
         yield _straggler(overdue, lives.generation_s)
     if environment >= 0.25:
@@ -107,6 +108,7 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
             "Give more replicas (rollout.num_replicas), or shorter responses; fewer trainer ranks would do as well.",
             (Metric.TRAINER_GROUPS, Metric.REPLICA_GENERATING, Metric.QUEUE_READY),
         )
+    # Training side.
     if slots >= 0.25 and waits + overdue < 0.1:
         yield Diagnosis(
             "hint",
@@ -146,6 +148,7 @@ def _straggler(overdue: float, generation_s: Sequence[float]) -> Diagnosis:
 def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     out: dict[int, str] = {}
     failures: dict[int, int] = {}
+    # `out`: replicas that are out of the run at its end, with their last error.
     for event in run.events:
         kind, replica = event.get("event"), event.get("replica")
         if replica is None:
@@ -181,6 +184,7 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
 
 
 def _ratio(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
+    # Judge the end of the run: a collapse lasts.
     window = max(3, len(run.metrics) // 5)
     ratio = [v for v in run.series(Metric.RATIO_MEAN)[-window:] if v is not None]
     clipped = [v for v in run.series(Metric.CLIPPED)[-window:] if v is not None]

@@ -117,6 +117,7 @@ def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
         ]
         for e in steps
     ]
+    # Events carry their end and duration: the spans extend backwards.
     for event in run.events:
         now, kind = event.get("time_s", 0.0), event.get("event")
         if not began <= now <= ended:
@@ -127,6 +128,7 @@ def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
             spans.append(["checkpoint", now - event["save_s"], now, f"checkpoint of step {event['step']}"])
         elif kind in FAULTS:
             spans.append(["fault", now - 0.05, now, f"{kind} {event.get('replica', event.get('process', ''))}"])
+    # Every group that was alive during the excerpt.
     groups = [
         [life.ordinal, life.attempt]
         + [None if at is None else round(at - began, 3) for at in (life.admitted, life.ready, life.leased, life.ended)]

@@ -58,6 +58,7 @@ def read_run(path: Path) -> RunFiles:
     except ValueError as error:
         do = "name another run; this one was not started by this version"
         raise ConfigError(explain(f"the files of the run {path}", f"config.json is not JSON: {error}", do)) from error
+    # If a step has several lines, the last one counts.
     by_step = {line[Metric.STEP]: line for line in _lines(directory.metrics) if Metric.STEP in line}
     if not by_step:
         found = "no optimizer step is complete: metrics.jsonl has no line"

@@ -84,6 +84,7 @@ def _of_trajectories(recorded: Iterable[Mapping[str, Any]], start: float) -> Ite
     if groups:
         yield _heading(TRAJECTORIES, "trajectories of some groups: requests and rewards")
     requests: list[tuple[float, float, str, Mapping[str, int]]] = []
+    # One lane per trajectory, with its spans nested inside.
     for line, spans in sorted(groups, key=lambda group: min(span[1] for span in group[1])):
         lane = lanes.take(min(span[1] for span in spans), max(span[2] for span in spans))
         for kind, begin, stop, made in spans:
@@ -91,6 +92,7 @@ def _of_trajectories(recorded: Iterable[Mapping[str, Any]], start: float) -> Ite
             yield _span(TRAJECTORIES, lane, name, begin - start, stop - start, made)
             if kind == "request":
                 requests.append((begin, stop, f"group {line['ordinal']}", made))
+    # The same requests again, by replica.
     for begin, stop, name, made in sorted(requests, key=lambda request: request[0]):
         replica = made["replica"]
         if replica not in of_replicas:
@@ -107,6 +109,7 @@ class _Lanes:
         self._free: list[tuple[float, int]] = []
 
     def take(self, begin: float, stop: float) -> int:
+        # Reuse the lane that became free first. Busy lanes stay on the heap, so its size numbers a new lane.
         if self._free and self._free[0][0] <= begin:
             _, lane = heapq.heappop(self._free)
         else:

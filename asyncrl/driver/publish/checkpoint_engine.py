@@ -373,6 +373,7 @@ class CheckpointEngine:
         try:
             await asyncio.wait((sending, *receiving), return_when=asyncio.FIRST_EXCEPTION)
             failed = {i: t.exception() for t, i in receiving.items() if t.done() and t.exception()}
+            # A receiver failed: give the sender time to notice, then close its ends.
             if not sending.done() and failed:
                 members = self._fleet.members
                 mute = any(

@@ -35,6 +35,7 @@ def sync_wandb(directory: Path, name: str, project: str, written: Mapping[str, A
     records = read_records(directory / "metrics.jsonl")
     sink = WandbSink(directory, name, project, written)
     try:
+        # A step that was trained again has a new `time_s`: it is sent again.
         there = sink.steps_there()
         missing = [r for r in records if there.get(int(r[Metric.STEP])) != r[Metric.TIME]]
         for record in missing:
@@ -48,6 +49,7 @@ def sync_wandb(directory: Path, name: str, project: str, written: Mapping[str, A
 def rewrite_tensorboard(directory: Path) -> int:
     """Rebuilds `<run>/tensorboard` from all records; returns their number. Raises ConfigError."""
     records = read_records(directory / "metrics.jsonl")
+    # Written next to the old files, which stay until the new ones are complete.
     made = directory / ".tensorboard.new"
     shutil.rmtree(made, ignore_errors=True)
     sink = TensorBoardSink(made)

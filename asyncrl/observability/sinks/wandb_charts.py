@@ -36,6 +36,7 @@ class WandbCharts:
         """The histogram to log with this record. Adds the record to the sums."""
         import wandb
 
+        # Means by bucket are weighted by tokens, so that the sums can be divided at the end.
         shares = [record.get(Metric.LAG_TOKENS.of(bucket), 0.0) for bucket in LAG_BUCKETS]
         for bucket, share in zip(LAG_BUCKETS, shares, strict=True):
             tokens = share * record.get(Metric.TRAINED_TOKENS, 0.0)
