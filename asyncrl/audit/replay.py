@@ -20,7 +20,7 @@ from asyncrl.types.events import ENVELOPE, Event
 
 
 def read_event(line: Mapping[str, Any]) -> Event | str:
-    """The event, or a description of its malformation."""
+    """The event, or the reason why the line is malformed."""
     kind = line.get("event")
     record = events.EVENTS.get(kind) if isinstance(kind, str) else None
     if record is None:

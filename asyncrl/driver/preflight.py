@@ -272,8 +272,8 @@ def _dropped_notes(train: TrainingSet) -> list[str]:
 
 
 def _sandbox_notes(recipe: Recipe) -> list[str]:
-    """What confines programs here. Raises ConfigError if none can run, or confinement is weaker than the recipe
-    allows."""
+    """Notes on the confinement of programs. Raises ConfigError if none can run, or confinement is weaker than the
+    recipe allows."""
     tools, users = recipe.rollout.tool_use, {}
     if "code" in recipe.reward.names:
         users["reward code"] = "reward.code", recipe.reward.code.allow_basic_sandbox

@@ -32,7 +32,7 @@ class ReplicaShares:
     """Turns the rollouter's counts since its start into shares of the time since the last look."""
 
     def __init__(self, num_replicas: Callable[[], int]) -> None:
-        """`num_replicas`: returns the run's present number of replicas."""
+        """`num_replicas`: returns the present number of replicas."""
         self._num_replicas = num_replicas
         self._before: tuple[int, Mapping[str, float]] = (0, {})
         self._paused_s = 0.0

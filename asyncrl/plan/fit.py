@@ -43,7 +43,7 @@ _ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request as `spans.jsonl` has it; times are seconds since the epoch."""
+    """One request in `spans.jsonl`; times are seconds since the epoch."""
 
     replica_id: int
     start: float

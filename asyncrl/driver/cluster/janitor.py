@@ -34,7 +34,7 @@ FIRST_LOOK_S, LAST_LOOK_S = 1.0, 30.0
 """Shortest and longest pause between two looks at the processes of a living run. Most processes start early."""
 SOCKET = "/asyncrl-01234567/ray/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store"
 MAX_DIRECTORY_LENGTH = 107 - len(SOCKET)
-"""Of the path of the directory for temporary files: the path of a Unix socket has at most 107 bytes."""
+"""Longest path of the temporary directory: the path of a Unix socket has at most 107 bytes."""
 KILL_S = 5.0
 """Longest wait for killed processes to end."""
 
