@@ -3,16 +3,16 @@
 Runs in: its own command.
 
 Replays `events.jsonl` over all restarts, with its own rules: it shares no code with the queue that it checks. The run
-is proven when there is no finding:
-* ordinals are admitted without a gap, every transition is legal, and every admission ends once: an ordinal ends
-  `expired` any number of times, each time followed by another admission or by nothing, and otherwise at most once;
+is proven if there is no finding:
+* ordinals are admitted without a gap, every transition is legal, and every admission ends at most once; after
+  `expired` an ordinal may be admitted again, any number of times;
 * no group was trained with lag (`step - oldest_version`) over the limit, and each step trained exactly its groups;
-* each restart undid exactly what came after the snapshot that it restored, and the counts are those of the snapshot;
-* every version in use was published, with digests where the recipe asks for them, to the replicas that began to serve;
-* every snapshot became a checkpoint or a failed one, and every evaluation is of a version that was published;
+* each restart undid exactly the events after the restored snapshot, and the counts match the snapshot;
+* every version in use was published, with digests if the recipe asks for them, to the replicas that began to serve;
+* every snapshot became a checkpoint or a failed one, and every evaluation is of a published version;
 * `metrics.jsonl` has one line per step, which balances and agrees with the events;
-* `events.jsonl` is what the run wrote, up to its last line: each line carries a hash of all bytes before it;
-* the remaining checkpoints agree with its snapshots, group by group, and no line before the newest one was cut.
+* `events.jsonl` is unchanged up to its last line: each line carries a hash of all bytes before it;
+* the remaining checkpoints agree with the snapshots, group by group, and no line before the newest one was cut.
 
 Exit codes: 0 proven; 1 findings; 2 not a run directory.
 """
@@ -39,7 +39,7 @@ EXIT_NO_RUN = 2
 
 
 def audit_run(directory: Path) -> AuditReport:
-    """Audits a run directory; the run may still be in progress. Raises ConfigError: it is not a run directory."""
+    """Audits a run directory; the run may still be in progress. Raises ConfigError if it is not a run directory."""
     limits = _limits(directory)
     saved = read_saved(directory / "checkpoints")  # before the events, which a running run still appends to
     audit = Audit(limits, saved)
@@ -110,5 +110,5 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"asyncrl-audit: {error}\n")
         return EXIT_NO_RUN
     text = json.dumps(report.to_json(), indent=2) + "\n" if arguments.json else report.text()
-    sys.stdout.write(text.encode(errors="backslashreplace").decode())  # what a stranger wrote need not be printable
+    sys.stdout.write(text.encode(errors="backslashreplace").decode())  # the files may hold unprintable text
     return 0 if report.clean else EXIT_FINDINGS

@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.types import LedgerCounts
 
 SHOWN = 50
-"""Findings that the readable report prints; the JSON has all."""
+"""Findings that the readable report prints; the JSON has all of them."""
 
 STATES = ("running", "ready", "leased")
 ENDS = ("trained", "filtered", "expired", "failed")
@@ -18,7 +18,7 @@ COUNTS = tuple(field.name for field in fields(LedgerCounts))
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that breaks the proof. `line` counts from 1; 0 when no single line is to blame."""
+    """A violation. `line` counts from 1; 0 if no single line is to blame."""
 
     file: str
     line: int
@@ -53,10 +53,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """`counts`: groups at the end of the log, by the names of LedgerCounts. `outcome`: of the last process of the run:
-    finished, interrupted, failed (it named an error) or unknown (it was killed, or still runs). `troubles` and
-    `recoveries`: events by kind and process. `checkpoints`: those that the events were compared with. `max_lag`: of all
-    trained groups, also of those undone later (-1: none).
+    """`counts`: groups at the end of the log, by the names of LedgerCounts. `outcome` of the run's last process:
+    finished, interrupted, failed (with a named error) or unknown (killed, or still running). `troubles` and
+    `recoveries`: events by kind and process. `checkpoints`: compared with the events. `max_lag`: of all trained groups,
+    including undone ones (-1: none).
     """
 
     directory: str

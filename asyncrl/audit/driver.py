@@ -1,4 +1,4 @@
-"""Checks the driver's events: its lives, replicas, publishes, checkpoints and evaluations. Pure."""
+"""Checks the driver's events: lives, replicas, publishes, checkpoints and evaluations. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _REPLICA: dict[type[events.ReplicaEvent], tuple[tuple[str, ...], str]] = {
     events.ReplicaJoined: (("away",), "down"),
     events.ReplicaLeft: (("new", "serving", "leased", "suspended", "down"), "away"),
 }
-"""Event -> the states of the replica in which it may occur, and the state that follows. `away`: it is no part of the
-fleet."""
+"""Event -> (states of the replica in which it may occur, next state). `away`: not part of the fleet."""
 _OUT_OF_TRAINING = (
     events.ReplicaFailed
     | events.ReplicaStarted
@@ -47,30 +46,30 @@ class _Beside:
 
 
 class Driver:
-    """Follows the driver's events. `step` is always that of the replay.
+    """Follows the driver's events. `step` is always the step of the replay.
 
-    A life is a process of the driver; within it every `resume` begins another training.
+    A life is one process of the driver; within a life every `resume` begins a new training.
     """
 
     def __init__(self, limits: Limits, find: Callable[[str], None]) -> None:
         self._find = find
         self.life: Literal["none", "started", "training", "lost", "restarted", "ended"] = "none"
-        """`lost`: the training side has failed and has not restarted yet."""
+        """`lost`: the training side has failed and not restarted yet."""
         self.version = 0
-        """The published version that the queue has recorded."""
+        """The published version, as recorded by the queue."""
         self.evaluated: dict[int, dict[int, dict[str, events.SetEvaluated]]] = {}
-        """Step at whose end the result was reported -> step of the evaluation -> set -> event."""
+        """Step that reported the result -> step of the evaluation -> set -> event."""
         self.failed: dict[int, set[int]] = {}
-        """Step at whose end the failure was reported -> steps of evaluations that failed."""
+        """Step that reported the failure -> steps of failed evaluations."""
         self._limits = limits
         self._resumed = False
         self._published: int | None = None
         self._versions: set[int] = set()
         self._is_due = False
-        """The queue has recorded a version whose `publish` event has not come yet."""
+        """The queue has recorded a version without its `publish` event so far."""
         self._replicas: dict[int, str] = {}
         self._wanted = limits.replicas
-        """How many replicas the run wants."""
+        """Number of replicas that the run wants."""
         self._joined = self._left = 0
         """Replicas that began to serve, and that failed or were suspended, since the last publish."""
         self._restarts: Counter[str] = Counter()
@@ -83,9 +82,9 @@ class Driver:
         self._told: set[tuple[int, str]] = set()
         self._beside: _Beside | None = None
         self._takes_turns = False
-        """Engines have slept since `start`: they do so before every step."""
+        """True once engines have slept since `start`: then they sleep before every step."""
         self._turn: int | None = None
-        """The step for which the trainer has the devices; None from a publish on."""
+        """Step for which the trainer has the devices; None after a publish."""
 
     @property
     def trains(self) -> bool:
@@ -93,7 +92,7 @@ class Driver:
         return self.life == "training" and self._published is not None
 
     def on(self, event: events.Event, step: int) -> None:
-        """Any event but those of the message queue, `start` and `end`."""
+        """Handles every event except those of the message queue, `start` and `end`."""
         if not isinstance(event, _OUT_OF_TRAINING | _Life):
             self._expect(event.kind, "training")
         match event:
@@ -142,7 +141,7 @@ class Driver:
         self.life = "ended"
 
     def undo(self, step: int, version: int) -> None:
-        """Returns to the state of that step; step -1: the state before the run."""
+        """Returns to the state of that step; -1: the state before the run."""
         self.version = version
         # Results are reported at the end of a step, before its snapshot; a run at step 0 evaluates again.
         self.evaluated = {told: found for told, found in self.evaluated.items() if told <= step and step > 0}
@@ -204,10 +203,10 @@ class Driver:
             self._find(f"{what} failed after {restarts} restarts; told were {self._restarts[what]}")
         self._restarts[what] = restarts + 1
 
-    # -- replicas and what they serve --------------------------------------------------------------------------------
+    # -- replicas and publishes --------------------------------------------------------------------------------------
 
     def saw_version(self, version: int, step: int) -> None:
-        """A group has a version that differs from the one before."""
+        """A group has a new version."""
         if version != step or version < self.version:
             self._find(f"version {version} after {step} steps; published was {self.version}")
         self.version = version
@@ -226,7 +225,7 @@ class Driver:
         serving = sum(state == "serving" for state in self._replicas.values())
         if version != step:
             self._find(f"publish of version {version} after {step} steps")
-        if version == self._published:  # serving replicas have it already: this publish was for newcomers
+        if version == self._published:  # serving replicas already have it: this publish was for newcomers
             least, most = max(0, self._joined - self._left), self._joined
             if not (self._joined or self._left):
                 self._find(f"version {version} is published again, and no replica has joined since")
@@ -236,6 +235,7 @@ class Driver:
             self._find(f"publish of version {version} to {replicas} replicas; told were {least} to {most}")
         if event.attempts < 1:
             self._find(f"publish of version {version} without a transfer")
+        # With `first`, the first publish and every publish to newcomers carry digests.
         verify = self._limits.verify
         is_owed = verify == "always" or (verify == "first" and (self._joined > 0 or self._published is None))
         if (is_owed and not verified) or (verify == "off" and verified):
@@ -279,7 +279,7 @@ class Driver:
 
     @property
     def _num_there(self) -> int:
-        """Replicas that are part of the fleet, whatever their state."""
+        """Replicas of the fleet, whatever their state."""
         seen = self._replicas
         return sum(state != "away" for state in seen.values()) + len(set(range(self._limits.replicas)) - seen.keys())
 
@@ -288,7 +288,7 @@ class Driver:
     def snapshot(self, step: int) -> None:
         """The queue has captured its state between two steps."""
         if self.life != "training":
-            return  # a late call of a driver that has already continued without this queue
+            return  # a late call, after the driver has continued without this queue
         self.settled("a snapshot")
         if self._captured is not None:
             self._find(f"snapshot of step {step}, but nothing tells what became of the checkpoint of {self._captured}")

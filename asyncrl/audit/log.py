@@ -1,6 +1,6 @@
-"""Reads `events.jsonl` from its bytes and checks the running hash that its lines carry.
+"""Reads `events.jsonl` from its bytes and checks the running hash in its lines.
 
-The hash shows that the file is what the run wrote. The replay checks whether that is correct.
+The hash shows that the file is unchanged. The replay checks whether its content is correct.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.audit.replay import EVENTS, Audit
 _BEGINNING = b'{"event": '
 _SEAL = re.compile(rb', "writer": "(\w+)", "at": (\d{1,18})(, "chain": "([0-9a-f]{32})"\}\n)\Z')
 _KEPT_EVERY = 1 << 16
-"""Bytes between two states of the hash that are kept, for lines that another writer's line got in front of."""
+"""Distance in bytes of the kept hash states, for lines that another writer's line overtook."""
 
 
 def read_log(file: BinaryIO, audit: Audit) -> list[Finding]:
@@ -41,7 +41,7 @@ def read_log(file: BinaryIO, audit: Audit) -> list[Finding]:
 
 
 def parsed(raw: bytes) -> Mapping[str, Any] | None:
-    """The JSON object in these bytes; None when they are anything else."""
+    """The JSON object in these bytes; None if they are anything else."""
     try:
         value = json.loads(raw.decode(errors="replace"))
     except (ValueError, RecursionError):
@@ -50,7 +50,7 @@ def parsed(raw: bytes) -> Mapping[str, Any] | None:
 
 
 class _Chain:
-    """The hash of the file up to the present line. After the first line that does not match, no later line matches."""
+    """The hash of the file up to the present line. Checks end at the first mismatch: no later line would match."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.findings: list[Finding] = []
@@ -58,11 +58,11 @@ class _Chain:
         self._end = 0
         self._hash = hashlib.blake2b(digest_size=16)
         self._ends: dict[bytes, int] = {}
-        """Where the last line of each writer ends: the next one of it has seen that."""
+        """End of each writer's last line: the hash of its next line covers at least that."""
         self._kept_at, self._kept = [0], [self._hash.copy()]
 
     def check(self, number: int, raw: bytes, start: int) -> None:
-        """The event in `raw` from `start` on, which is line `number` of the file or its end."""
+        """Checks the event in `raw` from `start` on, which is line `number` of the file or its end."""
         if self.findings:
             return
         seal = _SEAL.search(raw)
@@ -87,11 +87,12 @@ class _Chain:
             self._kept.append(self._hash.copy())
 
     def _upto(self, at: int, raw: bytes) -> hashlib.blake2b:
-        """The hash of the first `at` bytes; `raw` begins where the hash stands now."""
+        """The hash of the first `at` bytes; `raw` begins at the present end of the hash."""
         if at >= self._end:
             state = self._hash.copy()
             state.update(raw[: at - self._end])
             return state
+        # The line's hash covers fewer bytes than precede it: continue from the nearest kept state.
         kept = bisect_right(self._kept_at, at) - 1
         state, here = self._kept[kept].copy(), self._file.tell()
         self._file.seek(self._kept_at[kept])

@@ -16,8 +16,8 @@ METRICS = "metrics.jsonl"
 
 
 def check_metrics(path: Path, audit: Audit) -> Iterator[Finding]:
-    """One line per completed step, in order, each in balance. A process that was killed may have left the last line
-    out, or torn it."""
+    """Checks one line per completed step, in order, each in balance. A killed process may have torn or omitted the last
+    line."""
     if audit.is_lost:
         return
     try:
@@ -63,9 +63,9 @@ def _wrong_counts(record: Mapping[str, Any], step: int, audit: Audit) -> Iterato
 
 
 def _wrong_evaluations(record: Mapping[str, Any], step: int, audit: Audit) -> Iterator[str]:
-    """Compares the evaluations on this line with the events; the one before training is on the line of step 1."""
+    """Compares the evaluations on this line with the events; the line of step 1 has the evaluation before training."""
     if step > audit.step:
-        return  # undone: the events of it may be too
+        return  # undone: its events may be undone too
     expected, asked = _expected(audit, step), tuple(_ASKED)
     if step == 1 and Metric.EVAL_ACCURACY in (before := _expected(audit, 0)):
         expected[Metric.EVAL_INITIAL_ACCURACY] = before[Metric.EVAL_ACCURACY]
@@ -83,7 +83,7 @@ _ASKED = (Metric.EVAL_ACCURACY, Metric.EVAL_INITIAL_ACCURACY, Metric.EVAL_PASS, 
 
 def _expected(audit: Audit, told: int) -> dict[str, float]:
     """The metrics of the evaluations reported at the end of this step; a later evaluation replaces an earlier one.
-    Without an answer to every set there is no mean."""
+    Without answers to every set there is no mean."""
     values: dict[str, float] = {}
     for at, events in sorted(audit.driver.evaluated.get(told, {}).items()):
         if at not in audit.driver.failed.get(told, ()):

@@ -16,11 +16,11 @@ from asyncrl.ranges import is_finite
 from asyncrl.types import LedgerCounts, events
 from asyncrl.types.events import ENVELOPE, Event
 
-# An event out of the JSON object that a line holds.
+# Parses an event from the JSON object of a line.
 
 
 def read_event(line: Mapping[str, Any]) -> Event | str:
-    """The event, or what is wrong with its form."""
+    """The event, or the reason why the line is malformed."""
     kind = line.get("event")
     record = events.EVENTS.get(kind) if isinstance(kind, str) else None
     if record is None:
@@ -35,7 +35,7 @@ def read_event(line: Mapping[str, Any]) -> Event | str:
 
 
 EVENTS = "events.jsonl"
-# `waiting` is a running group that waits to be issued again.
+# `waiting`: a running group that waits to be reissued.
 _MOVES: dict[str, tuple[tuple[str, ...], str]] = {
     "reissued": (("waiting",), "running"),
     "ready": (("running",), "ready"),
@@ -50,21 +50,21 @@ _TROUBLE = ("failed", "suspended")
 
 
 class Audit:
-    """Replays the events of a run one by one: `feed` or `torn` for every line, then `close`.
+    """Replays the events of a run: call `feed` or `torn` for every line, then `close`.
 
-    An illegal transition is a finding but is still applied, so that one fault is reported once. Undoing walks back a
+    An illegal transition is a finding but is still applied, so that one fault is reported once. A rollback walks back a
     journal of the transitions, so the whole replay is linear in the number of events.
     """
 
     def __init__(self, limits: Limits, saved: Iterable[Saved] = ()) -> None:
         """
         Args:
-            limits: of the recipe; the limits of each `start` event replace them.
-            saved: the checkpoints beside the log.
+            limits: of the recipe; each `start` event replaces them.
+            saved: the checkpoints next to the log.
         """
         self.limits = limits
         self._max_lag = limits.max_lag
-        """The limit on the lag that holds now: that of the run, or a lower one of the off-policy guard."""
+        """The present limit on the lag: the run's, or a lower one of the off-policy guard."""
         self.findings: list[Finding] = []
         self.rollbacks: list[Rollback] = []
         self.troubles: Counter[str] = Counter()
@@ -73,15 +73,15 @@ class Audit:
         self.max_lag = -1
         self.step = 0
         self.is_lost = False
-        """It is unknown from which state the run continued; until the next restart only lags can be checked."""
+        """True if the state from which the run continued is unknown: until the next restart only lags are checked."""
         self.goes_back = False
-        """No step was completed since the last rollback: the metrics may still have the lines of steps undone by it."""
+        """No step was completed since the last rollback: the metrics may still have lines of undone steps."""
         self.outcome = "unknown"
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self._held = 0
         """Groups that were trained or active when the run resumed: a shortened run may train fewer."""
         self.lags: dict[int, tuple[int, int | None]] = {}
-        """Trained step -> largest lag of its groups, and the lag that its `step` event states."""
+        """Trained step -> (largest lag of its groups, lag stated by its `step` event)."""
         self._saved = {each.snapshot: each for each in saved}
         self._driver = Driver(limits, lambda text: None if self.is_lost else self._find(text))
         self._next_ordinal = 0
@@ -90,17 +90,17 @@ class Audit:
         self._marks: dict[str, Mark] = {}
         self._torn: list[int] = []
         self._last_life = 0
-        self._training: list[tuple[int, int]] = []  # ordinal and lag of what the step in commit trained so far
+        self._training: list[tuple[int, int]] = []  # (ordinal, lag) trained so far by the step in commit
         self._announced: Announced | None = None
         self._any_announced = False
-        self._unannounced: list[tuple[int, int]] = []  # line and step
-        self._awaiting: tuple[int, int | None] | None = None  # line and step of a resume, until its `restored`
+        self._unannounced: list[tuple[int, int]] = []  # (line, step)
+        self._awaiting: tuple[int, int | None] | None = None  # (line, step) of a resume, until its `restored`
         self._side_lost = False
         self._line = 0
 
     @property
     def unsure(self) -> bool:
-        """The queue or a trainer was lost, and nothing was restored since."""
+        """True if the queue or a trainer was lost, and nothing was restored since."""
         return self._side_lost
 
     @property
@@ -109,11 +109,11 @@ class Audit:
 
     @property
     def driver(self) -> Driver:
-        """What is known of the driver."""
+        """The checker of the driver's events."""
         return self._driver
 
     def feed(self, number: int, line: Mapping[str, Any]) -> None:
-        """The JSON object in line `number`. A malformed one is a finding."""
+        """Replays the JSON object of line `number`. A malformed object is a finding."""
         self._line = number
         self.events += 1
         match read_event(line):
@@ -125,12 +125,12 @@ class Audit:
                 self._on_other(event, line.get("chain"))
 
     def torn(self, line: int) -> None:
-        """A line that a crash left incomplete: not a finding if everything after it was undone."""
+        """Records a line that a crash left incomplete: not a finding if everything after it was undone."""
         self.num_torn += 1
         self._torn.append(line)
 
     def close(self) -> None:
-        """The end of the log."""
+        """Checks the end of the log."""
         self._line = 0
         if not self.events:
             self._find("it holds no event: nothing is proven")
@@ -158,6 +158,7 @@ class Audit:
         if self.outcome == "finished":
             self._find(f"group {ordinal} is {kind} after the run had finished")
         self._driver.queue_acts(f"group {ordinal} is {kind}", by_rollouter=kind in ("admitted", "reissued", "ready"))
+        # The queue's step and version come first: the transition is judged by them.
         if step != self.step:
             self._step_differs(step)
         if event.version != self._driver.version:
@@ -208,7 +209,7 @@ class Audit:
             if not before.version <= oldest <= self.step:
                 self._find(f"{name}, outside [its admission {before.version}, the trained steps {self.step}]")
         elif kind == "leased":
-            # A group over the limit may have lost its older tokens to the mask: then no remaining token is over it.
+            # The mask may have removed the older tokens of a group over the limit: no remaining token is over it.
             masked = before.version < self.step - self._max_lag <= oldest <= self.step
             if oldest != before.version and not masked:
                 self._find(f"{name}, but it was ready with {before.version}")
@@ -289,7 +290,7 @@ class Audit:
             self._max_lag = event.limit
 
     def _note(self, event: events.Event) -> None:
-        """Troubles and recoveries, for the report."""
+        """Counts troubles and recoveries for the report."""
         if isinstance(event, events.RunFaulted):
             self.outcome = "failed"
             self.troubles[f"{event.kind} {event.error}"] += 1
@@ -317,7 +318,7 @@ class Audit:
             self._undo(NOTHING)
 
     def _on_resume(self, step: int, checkpoint: str | None) -> None:
-        self._max_lag = self.limits.max_lag  # a guard that goes on with a lower one says so
+        self._max_lag = self.limits.max_lag  # a guard that continues with a lower limit says so
         if checkpoint is not None:
             self._awaiting = self._line, step
             return
@@ -375,12 +376,12 @@ class Audit:
 
     def _on_end(self, outcome: str, step: int) -> None:
         unsure = outcome == "interrupted" and (self.unsure or self._awaiting is not None)
-        if not unsure:  # else it was stopped before it could go back to a checkpoint
+        if not unsure:  # otherwise the run was stopped before it could go back to a checkpoint
             self._lives()
         if not unsure and not self.is_lost and (step != self.step or self._training or self._announced is not None):
             self._find(f"the run {outcome} at step {step}; the replay is at step {self.step}")
         active = 0 if self.is_lost else self.counts["running"] + self.counts["ready"] + self.counts["leased"]
-        surplus = max(0, self._held - self.step * self.limits.groups_per_step)  # kept in its last checkpoint
+        surplus = max(0, self._held - self.step * self.limits.groups_per_step)  # kept in the last checkpoint
         if outcome == "finished" and active > surplus:
             self._find(f"the run finished with {active} groups that had not ended: {self.unfinished[:8]}")
         self._driver.end(outcome, step)
@@ -389,7 +390,7 @@ class Audit:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _lives(self) -> None:
-        """Records activity, which contradicts a torn line before it or a missing rollback."""
+        """Records activity, which contradicts an earlier torn line or a missing rollback."""
         self._last_life = self._line
         if self._awaiting is not None:
             line, _ = self._awaiting
@@ -407,7 +408,7 @@ class Audit:
             self.counts["admitted"] += 1
             if before is not None:
                 self.counts[_counted(after)] += 1
-                return  # the end of its earlier admission stays counted
+                return  # the end of the earlier admission stays counted
         else:
             self.counts[_counted(before)] -= 1
         self.counts[_counted(after)] += 1
@@ -418,6 +419,7 @@ class Audit:
         trained = self.counts["trained"] - mark.counts["trained"]
         if transitions:
             self.rollbacks.append(Rollback(self._line, self.step, mark.step, trained, transitions))
+        # Walk back group by group, then restore the totals.
         while len(self._journal) > mark.journal:
             ordinal, before = self._journal.pop()
             if before is None:
@@ -440,7 +442,7 @@ class Audit:
         self._last_life = mark.line
 
     def _forget_lags(self, step: int) -> None:
-        """Of this step and those after it."""
+        """Drops the lags of this step and later ones."""
         while self.lags and next(reversed(self.lags)) >= step:
             self.lags.popitem()
 
@@ -451,7 +453,7 @@ class Audit:
             self._find(f"{what} does not agree with the events before it: {'; '.join(wrong)}")
 
     def _same_as(self, saved: Saved, chain: Any) -> None:
-        """Compares the snapshot that was just taken with its checkpoint; `chain` is that of its line."""
+        """Compares the snapshot just taken with its checkpoint; `chain`: hash in the snapshot's line."""
         name = f"checkpoints/{saved.name}"
         if chain not in (None, saved.chain):
             self._find(f"{name} has another hash of this snapshot: something before it is not what was written")
@@ -481,7 +483,7 @@ def _was(group: GroupNow | None) -> str:
 
 
 def _named(event: events.Event) -> str:
-    """Its kind, with the process that it names, if any."""
+    """The event's kind, with the process that it names, if any."""
     match event:
         case events.ReplicaEvent(replica=replica):
             return f"{event.kind} (replica {replica})"

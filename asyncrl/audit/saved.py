@@ -1,4 +1,4 @@
-"""The checkpoints beside a log: a log that was cut or rewritten no longer agrees with them."""
+"""The checkpoints next to a log: a log that was cut or rewritten no longer agrees with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATE, _LEDGER = "state.json", "queue/ledger.json"
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The state of the queue in a checkpoint. `chain`: of the line of its snapshot."""
+    """The state of the queue in a checkpoint. `chain`: hash in the line of its snapshot."""
 
     name: str
     snapshot: str
@@ -37,8 +37,8 @@ class Saved:
 
 
 def read_saved(directory: Path) -> list[Saved]:
-    """One for each checkpoint in `directory` whose two files are intact. Damaged ones prove nothing for or against the
-    run, which does not resume from them either."""
+    """One record for each checkpoint in `directory` whose two files are intact. A damaged checkpoint proves nothing:
+    the run does not resume from it either."""
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
     found = (_read(path) for path in paths if _NAME.fullmatch(path.name))
     return [saved for saved in found if saved is not None]
@@ -72,19 +72,19 @@ def _state(record: Mapping[str, Any]) -> str:
 
 
 def _intact(path: Path, name: str, listed: Mapping[str, Any]) -> Any:
-    """The content of one file. Raises ValueError: it is damaged."""
+    """The content of one file. Raises ValueError if it is damaged."""
     data = (path / name).read_bytes()
     if xxhash.xxh3_64_hexdigest(data) != listed[name]["xxh3_64"]:
         raise ValueError(f"{name} has other content than was written")
     return json.loads(data)
 
 
-# The records that the replay keeps of groups, snapshots and steps.
+# The replay's records of groups, snapshots and steps.
 
 
 class GroupNow(NamedTuple):
-    """The latest state of an ordinal. `version`: of its oldest token, or of its admission. A tuple, because one is made
-    for every event and a frozen dataclass takes three times as long to make."""
+    """The latest state of an ordinal. `version`: of its oldest token, or of its admission. A tuple because one is
+    created per event, and a frozen dataclass takes three times as long."""
 
     state: str
     attempt: int
@@ -93,7 +93,7 @@ class GroupNow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The moment of a snapshot."""
+    """The state of the replay at a snapshot."""
 
     line: int
     journal: int
@@ -104,7 +104,7 @@ class Mark:
 
 
 NOTHING = Mark(0, 0, 0, 0, 0, dict.fromkeys(COUNTS, 0))
-"""Before the run."""
+"""State before the run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Converts a checkpoint for another training backend: the run goes on in a new run directory, where it was."""
+"""Converts a checkpoint for another training backend: the run continues in a new run directory."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ if TYPE_CHECKING:
 
 
 RECORD = "converted.json"
-"""File of a converted checkpoint: where it is from, and what it has of that."""
+"""File in a converted checkpoint: its origin, and what was converted."""
 
 
 def convert(found: FoundCheckpoint, model: ModelConfig, out: Path, to: str, *, trust_run: bool = False) -> str:
-    """Writes a run directory for `trainer.backend=to` whose only checkpoint has what `found` has; returns what it has,
-    in words.
+    """Writes a run directory for `trainer.backend=to` with `found` as its only checkpoint; describes the result.
 
-    Weights, moments and steps of the optimizers, the queue and the run's progress are the same, bit by bit. Random
-    states of the ranks are not in it. Logs and config of the run come along, so that the run's history stays whole.
+    Weights, optimizer moments and steps, the queue and the run's progress are preserved bit by bit. Random states of
+    the ranks are not. The run's logs and config are copied, so that its history stays whole.
 
     Args:
         model: of the run; its config decides how backend `to` lays out the weights.
-        trust_run: the run may name a critic of the hub.
+        trust_run: the run may name a critic on the hub.
 
     Raises:
-        ConfigError: `out` exists, the checkpoint is of `to` or has adapters alone, or `to` cannot train the model.
+        ConfigError: `out` exists, the checkpoint is of `to` or has only adapters, or `to` cannot train the model.
         StorageError: `out` cannot be written.
     """
     require_new(out)
@@ -53,6 +52,7 @@ def convert(found: FoundCheckpoint, model: ModelConfig, out: Path, to: str, *, t
     said = f"{written} to {to}: {' and '.join(configs)} with both moments; random states start as in a new run"
     record = {"checkpoint": str(found.directory.resolve()), "from": written, "to": to, "what": said}
     progress = read_state(found.directory)
+    # The new run has one checkpoint at the same step, and the old run's history.
     with new_directory(out) as directory:
         store = CheckpointStore(directory / "checkpoints", keep=1)
         temporary = store.begin(progress.global_steps)
@@ -66,7 +66,7 @@ def convert(found: FoundCheckpoint, model: ModelConfig, out: Path, to: str, *, t
 
 
 def _copy_run(run: RunDirectory, new: RunDirectory, to: str) -> None:
-    """The logs of a run, and its config with the other backend."""
+    """Copies the logs of a run, and its config with the new backend."""
     for old, copy in ((run.events, new.events), (run.metrics, new.metrics)):
         if old.exists():
             shutil.copy(old, copy)
@@ -79,8 +79,8 @@ def _copy_run(run: RunDirectory, new: RunDirectory, to: str) -> None:
 def _configs(
     found: FoundCheckpoint, model: ModelConfig, state: TrainingState, to: str, *, trust_run: bool
 ) -> dict[str, Mapping[str, Any]]:
-    """The Hugging Face config of each model in the checkpoint. Raises ConfigError: it is of another model, or `to`
-    cannot train it."""
+    """The Hugging Face config of each model in the checkpoint. Raises ConfigError if it does not match the weights, or
+    `to` cannot train it."""
     named = {"model": model.path, "critic": _critic_path(found) or model.path}
     configs = {}
     for name in MODELS:
@@ -126,14 +126,14 @@ def _config(path: str, model: ModelConfig, asked: str) -> dict[str, Any]:
 
 
 def require_new(out: Path) -> None:
-    """Raises ConfigError: there is something at `out`."""
+    """Raises ConfigError if `out` exists."""
     if out.exists() or out.is_symlink():
         raise ConfigError(explain(f"export to {out}", "it exists", "name a directory that does not exist yet"))
 
 
 @contextlib.contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` when what is inside has not raised. Raises StorageError."""
+    """A directory that becomes `out` if the block does not raise. Raises StorageError."""
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)

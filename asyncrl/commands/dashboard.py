@@ -1,9 +1,9 @@
-"""`asyncrl-dashboard`: what W&B and TensorBoard show of a run.
+"""`asyncrl-dashboard`: W&B and TensorBoard views of a run.
 
     asyncrl-dashboard wandb ENTITY/PROJECT     creates or replaces the workspace of the project
-    asyncrl-dashboard sync RUN_DIR             sends what W&B has not got, makes TensorBoard's files anew
+    asyncrl-dashboard sync RUN_DIR             sends steps that W&B lacks, rewrites TensorBoard's files
 
-Exit codes: 2 bad input, 8 the server or the disk does not take it.
+Exit codes: 2 bad input, 8 the server or the disk refuses.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _require(module: str, package: str) -> None:
 
 
 def _sent(asked: str, call: Any) -> Any:
-    """What `call` returns. Raises StorageError where W&B refuses or cannot be reached."""
+    """The result of `call`. Raises StorageError if W&B refuses or cannot be reached."""
     try:
         return call()
     except AsyncRLError:

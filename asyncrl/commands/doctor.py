@@ -1,6 +1,6 @@
 """`asyncrl-doctor RECIPE.yaml [key=value ...]`: examines this machine and the recipe before a run.
 
-Exit codes: 0 nothing is bad, 2 something is: the run would not start, or fail.
+Exit codes: 0 nothing is bad; 2 something is bad: the run would not start, or would fail.
 """
 
 from __future__ import annotations

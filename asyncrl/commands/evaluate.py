@@ -1,4 +1,4 @@
-"""`asyncrl-eval CHECKPOINT DATASET`: evaluates a checkpoint, or any model, on a dataset, in the same way as a run does.
+"""`asyncrl-eval CHECKPOINT DATASET`: evaluates a checkpoint, or any model, on a dataset, the way a run does.
 
     weights of CHECKPOINT -> model directory -> Replica[0..R) <-- GenerationClient <-- Rollouter (environment, reward)
 
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_SIGNAL_BASE + signal.SIGINT
     except Exception as e:
-        # The end of the program. A named error says all there is to say; any other one comes with its traceback.
+        # End of the program. A named error is self-explanatory; any other is logged with its traceback.
         traceback = None if isinstance(e, AsyncRLError) else e
         logger.log(logging.ERROR, "the evaluation failed: %s: %s", type(e).__name__, e, exc_info=traceback)
         return e.exit_code if isinstance(e, AsyncRLError) else EXIT_PROGRAM_ERROR
@@ -110,7 +110,7 @@ def _evaluate(arguments: argparse.Namespace, scratch: Path, console: Console) ->
 
 
 def _hidden(arguments: argparse.Namespace, found: FoundCheckpoint | None) -> Hidden:
-    """What comes from the environment: by the run's recipe, the one that is named, or the command line."""
+    """The secrets from the environment that the recipe or the command line uses."""
     named = None if arguments.recipe is None else load(arguments.recipe, []).written
     return hidden_by([named, found and found.recipe, arguments.overrides])
 
@@ -137,7 +137,7 @@ def _evaluate_found(
         soft_wrap=True,
     )
     with ForkServer() as forks:
-        start_preloading(forks, recipe, trains=False)  # it imports while Ray starts
+        start_preloading(forks, recipe, trains=False)  # imports while Ray starts
         result = run(recipe, name, held_out, forks, log=log, hidden=hide.names)
     version = None if found is None else found.global_steps
     temperature, dropped = recipe.eval.temperature, held_out.num_dropped
@@ -151,19 +151,20 @@ def _evaluate_found(
 
 
 def _new_log() -> Path:
-    """A new file that no other user can have made or can read."""
+    """A new file that only this user can read; `mkstemp` excludes a file prepared by another user."""
     descriptor, path = tempfile.mkstemp(prefix="asyncrl-eval-", suffix=".log")
     os.close(descriptor)
     return Path(path)
 
 
 def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None, scratch: Path) -> Recipe:
-    """The recipe of the run, or the one that is named, or a plain one, with what the command line says.
+    """The recipe of the run, of `--recipe`, or a plain one, with the command line applied.
 
     Writes the weights of a checkpoint, as replicas get them, to a model directory below `scratch`.
 
     Raises ConfigError, StorageError.
     """
+    # Phase 1: the base recipe.
     if arguments.recipe is not None:
         sections = asdict(load_recipe(arguments.recipe, []))
     elif found is not None:
@@ -172,6 +173,7 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
         sections = _plain(arguments.checkpoint, arguments.engine or "torch")
     if arguments.trust_remote_code:
         sections["model"]["trust_remote_code"] = True
+    # Phase 2: the model, with the checkpoint's weights exported for the replicas.
     models = filter(is_hub_model, [arguments.checkpoint if found is None else sections["model"]["path"]])
     use_cache_if_unreachable([*models, *([] if is_place(arguments.dataset) else [arguments.dataset])])
     if found is not None:
@@ -183,6 +185,7 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
         sections["model"] |= {"path": str(scratch / "model"), "revision": None}
     else:
         sections["model"]["path"] = arguments.checkpoint
+    # Phase 3: the dataset and the sampling.
     name = Path(arguments.dataset).stem if Path(arguments.dataset).suffix else arguments.dataset
     data: dict[str, Any] = {
         "train": arguments.dataset,
@@ -192,12 +195,12 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     }
     sections.setdefault("data", {}).update(data)
     sections.setdefault("eval", {}).update(_asked(arguments, sections))
-    # Settings that only training needs must not prevent an evaluation.
+    # Phase 4: drop settings that only training needs: they must not prevent an evaluation.
     sections["weights"], sections["observability"] = {}, {}
     sections.get("trainer", {}).pop("lora", None)
     for part in ("kl", "critic", "distillation"):  # their models may no longer exist
         sections.get("algorithm", {}).pop(part, None)
-    for pool in ("teacher", "judge"):  # their models are not asked
+    for pool in ("teacher", "judge"):  # their models are not used
         sections.pop(pool, None)
     for part in ("judge", "group"):
         sections.get("reward", {}).pop(part, None)
@@ -212,11 +215,12 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     algorithm = sections.get("algorithm", {})
     if "advantage" in algorithm and ADVANTAGES[algorithm["advantage"]].needs_teacher:
         algorithm.pop("advantage")
-        sections.pop("batch", None)  # it may have groups of one, which no other advantage takes
+        sections.pop("batch", None)  # it may have groups of one, which no other advantage accepts
+    # Phase 5: engine and replicas.
     rollout = sections.setdefault("rollout", {})
     _require_standalone(arguments.engine or rollout.get("engine", "torch"))
     rollout["num_replicas"] = arguments.replicas
-    rollout["max_replicas"] = rollout["min_replicas"] = None  # of the run's fleet
+    rollout["max_replicas"] = rollout["min_replicas"] = None  # limits of the run's fleet
     if arguments.engine is not None and arguments.engine != rollout.get("engine", "torch"):
         length = rollout.get(rollout.get("engine", "torch"), {}).get("max_model_len")
         rollout["engine"] = arguments.engine
@@ -233,7 +237,7 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
 
 
 def _require_standalone(engine: str) -> None:
-    """Raises ConfigError: the engine cannot load the weights that are evaluated."""
+    """Raises ConfigError if the engine cannot load the evaluated weights."""
     require(
         engine in STANDALONE,
         asked=f"an evaluation with rollout.engine={engine}",
@@ -243,9 +247,10 @@ def _require_standalone(engine: str) -> None:
 
 
 def _of_run(arguments: argparse.Namespace, found: FoundCheckpoint, scratch: Path) -> dict[str, Any]:
-    """The recipe in the run's config.json, checked; its data section is not used.
+    """The checked recipe of the run's config.json; its data section is replaced.
 
-    Raises ConfigError: there is no recipe, or it needs trust that the command line does not give (`checkpoint.trust`).
+    Raises ConfigError if there is no recipe, or it needs trust that the command line does not give
+    (`checkpoint.trust`).
     """
     asked, instead = f"evaluate {found.directory}", "pass --recipe RECIPE.yaml"
     if not isinstance(recipe := found.recipe, dict):
@@ -267,7 +272,7 @@ def _of_run(arguments: argparse.Namespace, found: FoundCheckpoint, scratch: Path
 
 
 def _asked(arguments: argparse.Namespace, sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The section eval: of the run's, only how it samples."""
+    """The section eval. Of the run's section only the sampling is used."""
     held = sections.get("eval", {})
     asked: dict[str, Any] = {"every_steps": 0, "leased_replicas": 0, "timeout_s": arguments.timeout}
     asked["max_prompts"] = ALL_ROWS if arguments.max_prompts is None else arguments.max_prompts
@@ -282,7 +287,7 @@ def _asked(arguments: argparse.Namespace, sections: Mapping[str, Any]) -> dict[s
 
 
 def _plain(model: str, engine: str) -> dict[str, Any]:
-    """A recipe for a model without a run: half of its length for the prompt, half for the response."""
+    """A recipe for a model without a run: half of its context for the prompt, half for the response."""
     limit = check_model(model).max_position_embeddings or DEFAULT_LENGTH
     length = min(limit, DEFAULT_LENGTH)
     return {
@@ -304,8 +309,7 @@ def run(
     log: Path,
     hidden: Collection[str] = (),
 ) -> EvalResult:
-    """Evaluates the held-out set `name` on replicas of `model.path`. Shuts everything down before it raises an
-    error."""
+    """Evaluates the held-out set `name` on replicas of `model.path`. Shuts everything down before it raises."""
     from asyncrl.driver.cluster.ray_session import ray_cluster
     from asyncrl.rollout.user_code import run_to_its_end
 
@@ -365,8 +369,10 @@ async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environme
 
     tasks: list[asyncio.Task[Any]] = []
     try:
+        # Phase 1: load the model and start the workers concurrently.
         tasks = [asyncio.create_task(replicas.start()), asyncio.create_task(rollouter.start())]
         await asyncio.gather(*tasks)
+        # Phase 2: evaluate until done, or until `watch` raises because a replica is lost for good.
         tasks = [asyncio.create_task(answer()), asyncio.create_task(replicas.watch())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return await next(task for task in tasks if task.done())

@@ -1,8 +1,8 @@
 """`asyncrl-export CHECKPOINT OUT`: writes a checkpoint of a run as a model in Hugging Face format. With `--to BACKEND`
-it writes a run that goes on with another training backend (`convert.py`).
+it writes a run directory for another training backend (`convert.py`).
 
-Any number of trainer ranks may have written CHECKPOINT; reading it needs none. When OUT exists it is complete.
-Exit codes: 1 an error of the program, 2 bad input, 8 OUT cannot be written.
+Any number of trainer ranks may have written CHECKPOINT; reading it needs none. OUT exists only once it is complete.
+Exit codes: 1 program error, 2 bad input, 8 OUT cannot be written.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     console = Console(stderr=False)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what is meant
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: one process reads
     try:
         out = Path(arguments.out)
         require_new(out)
@@ -84,8 +84,8 @@ def export(
     Holds one shard of the weights in memory.
 
     Args:
-        model: of the run; where config and tokenizer come from.
-        dtype: of the weights; in float32 they are the trainer's, bit by bit.
+        model: of the run; the source of config and tokenizer.
+        dtype: of the weights; float32 keeps the trainer's weights bit by bit.
 
     Raises:
         ConfigError: `out` exists, or the weights or the model's files cannot be read.
@@ -101,7 +101,7 @@ def export(
 
 
 def export_adapter(found: FoundCheckpoint, out: Path, *, base: str | None = None, revision: str | None = None) -> None:
-    """Writes the adapters of a LoRA run in peft's format, as they were trained. `revision`: of the base on the hub.
+    """Writes the trained adapters of a LoRA run in peft's format. `revision`: of the base model on the hub.
 
     Raises:
         ConfigError: `out` exists, or the checkpoint has no adapters.
@@ -137,14 +137,14 @@ def export_adapter(found: FoundCheckpoint, out: Path, *, base: str | None = None
 def model_of(
     found: FoundCheckpoint, path: str | None = None, *, trust_run: bool = False, trust_code: bool = False
 ) -> ModelConfig:
-    """The model section of the run's recipe, with `path` in place of its path.
+    """The model section of the run's recipe; `path` overrides its path.
 
     Args:
-        trust_run: it may name a model of the hub, code that ships with the model, and environment variables.
+        trust_run: the run may name a model on the hub, code that ships with the model, and environment variables.
         trust_code: code that ships with the model may run.
 
     Raises:
-        ConfigError: there is neither section nor path, the section is not one, or it names what it may not.
+        ConfigError: section and path are both missing, the section is invalid, or it names something untrusted.
     """
     asked = f"the model of {found.directory}"
     section = {} if found.recipe is None else found.recipe.get("model")
@@ -152,6 +152,7 @@ def model_of(
         do = "repair the run's config.json, or move it away and pass --model DIRECTORY"
         raise ConfigError(explain(asked, "the recipe in the run's config.json has no section model", do))
     section, known = dict(section), [field.name for field in fields(ModelConfig)]
+    # Checked by hand: the file may come from another version, or from somebody else.
     if unknown := sorted(set(section) - set(known)):
         do = f"repair the run's config.json: the keys are {', '.join(known)}"
         raise ConfigError(explain(asked, f"the recipe in config.json has unknown keys in model: {unknown}", do))
@@ -162,6 +163,7 @@ def model_of(
     if "path" not in section:
         missing = "its run directory, with config.json, is not there"
         raise ConfigError(explain(asked, missing, "pass --model DIRECTORY, the model that was trained"))
+    # Keys named on the command line are the caller's own and need no trust in the run.
     if not trust_run:
         named = ["model.path"] * (path is not None) + ["model.trust_remote_code"] * trust_code
         do = f"else name the model with --model DIRECTORY, and allow its own code with {TRUST_CODE}"
@@ -179,7 +181,7 @@ def _reader(found: FoundCheckpoint) -> CheckpointReader:
 
 
 def _write_description(model: ModelConfig, directory: Path, dtype: torch.dtype) -> None:
-    """All of a model directory but the weights. Raises ConfigError."""
+    """Writes everything in a model directory except the weights. Raises ConfigError."""
     import transformers
 
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
@@ -205,7 +207,7 @@ def _write_description(model: ModelConfig, directory: Path, dtype: torch.dtype) 
 def _write_weights(
     found: FoundCheckpoint, model: ModelConfig, directory: Path, dtype: torch.dtype, max_shard_bytes: int
 ) -> int:
-    """safetensors of at most `max_shard_bytes`, unless a single tensor is larger, and their index."""
+    """Writes safetensors of at most `max_shard_bytes` (or a single larger tensor), and their index."""
     import safetensors.torch
 
     shards: list[list[str]] = []
@@ -216,8 +218,9 @@ def _write_weights(
         shards.append(list(shard))
         parameters += sum(t.numel() for t in shard.values())
         nbytes += sum(t.nbytes for t in shard.values())
+    # The number of shards, which is part of their names, is known only now.
     for part in directory.glob("part-*"):
-        shutil.copymode(directory / "config.json", part)  # safetensors makes files that only their owner can read
+        shutil.copymode(directory / "config.json", part)  # safetensors creates files readable by the owner only
     if len(shards) == 1:
         (directory / "part-0").rename(directory / "model.safetensors")
         return parameters
@@ -250,7 +253,7 @@ def _metadata(found: FoundCheckpoint) -> dict[str, str]:
 
 
 def _require_alone(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError: with --to, an option that is about a model in Hugging Face format."""
+    """Raises ConfigError if --to comes with an option for a model in Hugging Face format."""
     if arguments.adapter or arguments.dtype is not None:
         option = "--adapter" if arguments.adapter else "--dtype"
         found = "a checkpoint keeps all that was trained, in float32"

@@ -1,6 +1,6 @@
 """`asyncrl-plan RECIPE.yaml [key=value ...]`: predicts step time, idle shares, lag and publishes before a run.
 
-Exit codes: 0 done, 2 bad input, 8 the cost model cannot be written; with --probe also those of the run.
+Exit codes: 0 done, 2 bad input, 8 the cost model cannot be written; with --probe also the exit codes of the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLUMNS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
     ("paused s", lambda f: f"{f.paused_s:.3g}"),
     ("masked", lambda f: f"{f.masked:.1%}"),
 )
-"""Heading and text of each figure of a row."""
+"""(heading, text) of each figure of a row."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.write(json.dumps({"costs": asdict(costs), "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
     else:
         console.print(f"costs: {costs.source}", markup=False, highlight=False, soft_wrap=True)
-        # A narrow terminal wraps whole lines, in place of every heading.
+        # Wider than a narrow terminal, which then wraps whole lines instead of every heading.
         Console(width=max(console.width, TABLE_WIDTH)).print(_table(rows))
     return 0
 
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def combinations(words: Sequence[str]) -> list[dict[str, str]]:
-    """One mapping of key to value for each combination of `key=a,b,c`; a single empty one without any. Raises
+    """One mapping of key to value for each combination of `key=a,b,c`; without axes one empty mapping. Raises
     ConfigError."""
     axes: dict[str, list[str]] = {}
     for word in words:
@@ -119,7 +119,7 @@ def combinations(words: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _costs(options: argparse.Namespace, console: Console) -> tuple[CostModel, RunFiles | None]:
-    """The cost model, and the run that it comes from."""
+    """The cost model, and the run from which it was measured, if any."""
     if options.steps is not None and options.steps < 4:
         raise ConfigError(explain(f"--steps {options.steps}", "too few to measure anything", "simulate 4 or more"))
     if options.costs is not None:
@@ -131,6 +131,7 @@ def _costs(options: argparse.Namespace, console: Console) -> tuple[CostModel, Ru
         return read_costs(text, str(options.costs)), None
     if options.from_run is not None:
         return _measure(options, read_run(options.from_run))
+    # --probe: measure a short run of the recipe.
     with TemporaryDirectory(prefix="asyncrl-plan-", ignore_cleanup_errors=True) as scratch:
         directory = Path(scratch) / "probe"
         quiet = Console(stderr=True) if options.json else console
@@ -139,13 +140,13 @@ def _costs(options: argparse.Namespace, console: Console) -> tuple[CostModel, Ru
 
 
 def _measure(options: argparse.Namespace, run: RunFiles) -> tuple[CostModel, RunFiles]:
-    """Raises ConfigError: the run's recipe cannot be read, or its files do not have the costs."""
+    """Raises ConfigError if the run's recipe cannot be read, or its files lack the costs."""
     cores = _shared_cores() if options.cores is None else options.cores or None
     return costs_of_run(run, Traced.of(read_spans(run)), Scenario.of(_recipe_of(run), cores), cores), run
 
 
 def _recipe_of(run: RunFiles) -> Recipe:
-    """The recipe in the run's config.json. Raises ConfigError: this version does not take it."""
+    """The recipe in the run's config.json. Raises ConfigError if this version rejects it."""
     written = json.loads(RunDirectory(run.directory).config.read_text(encoding="utf-8"))
     with TemporaryDirectory(prefix="asyncrl-plan-") as scratch:
         file = Path(scratch) / "recipe.yaml"
@@ -154,7 +155,7 @@ def _recipe_of(run: RunFiles) -> Recipe:
 
 
 def _shared_cores() -> float | None:
-    """None on a machine with NVIDIA devices."""
+    """Cores that this process may use; None on a machine with NVIDIA devices."""
     return None if Path("/dev/nvidia0").exists() else float(len(os.sched_getaffinity(0)))
 
 

@@ -1,4 +1,4 @@
-"""A short run of a recipe, for its costs: `asyncrl-train` in mode sync, ended after some steps as Ctrl-C would."""
+"""A short run of a recipe to measure its costs: `asyncrl-train` in mode sync, interrupted after some steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.errors import ConfigError, RunFailed, explain
 
 PROBE_S = 105.0
-"""Until it is asked to end."""
+"""Time until the run is asked to end."""
 END_S = 15.0
-"""Longest time from there to its end; then it is killed. What it has written by then is used."""
+"""Longest time from there until it is killed. The files written by then are used."""
 PROBE_STEPS = 16
 LOOK_S = 0.2
 EXIT_BAD_INPUT = 2
@@ -40,15 +40,15 @@ def probe(
     console: Console,
     program: Sequence[str] = (sys.executable, "-m", "asyncrl.commands.train"),
 ) -> None:
-    """Trains some steps in `directory`, which does not exist yet. `run.max_steps` and what depends on it stay as they
-    are in the recipe.
+    """Trains some steps in `directory`, which must not exist. `run.max_steps` and settings derived from it keep the
+    recipe's values.
 
     Args:
-        program: the command that takes a recipe and overrides.
+        program: command that takes a recipe and overrides.
 
     Raises:
         ConfigError: the recipe cannot run.
-        RunFailed: the run failed, or has trained nothing by then.
+        RunFailed: the run failed, or trained nothing in time.
     """
     words = [*overrides, *OVERRIDES, f"run.dir={directory}"]
     command = [*program, str(recipe), *words]
@@ -72,14 +72,14 @@ def probe(
 
 
 def _wait(run: subprocess.Popen[bytes], metrics: Path) -> None:
-    """Returns when the run has ended, has enough steps, or has had its time."""
+    """Returns when the run has ended, has enough steps, or has spent its time."""
     until = time.monotonic() + PROBE_S
     while run.poll() is None and time.monotonic() < until and _lines(metrics) < PROBE_STEPS:
         time.sleep(LOOK_S)
 
 
 def _end(run: subprocess.Popen[bytes]) -> bool:
-    """Ends the run after the step in progress; False where it had to be killed."""
+    """Ends the run after the step in progress; False if it had to be killed."""
     if run.poll() is None:
         run.send_signal(signal.SIGINT)
         try:

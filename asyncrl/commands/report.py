@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(out: Path, content: bytes) -> None:
-    """When the file is there, it is complete. Raises StorageError."""
+    """Writes the file atomically. Raises StorageError."""
     unfinished = out.with_name(f".{out.name}.unfinished")
     try:
         unfinished.write_bytes(content)
@@ -74,11 +74,11 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-# One HTML file from the data of a report: styles, scripts and data are inside.
+# One HTML file with styles, scripts and data inside.
 
 
 def page(title: str, data: Mapping[str, Any]) -> str:
-    """The whole file. It asks for nothing from a network: its policy forbids it."""
+    """The whole file. Its content security policy forbids network access."""
     parts = {
         "TITLE": html.escape(title),
         "STYLE": _asset("uplot.css") + _asset("page.css"),
@@ -97,5 +97,5 @@ def _asset(name: str) -> str:
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON that may stand in a script element, whatever texts it holds: nothing in it ends the element."""
+    """JSON for a script element; no text inside can end the element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")

@@ -1,10 +1,10 @@
 """`asyncrl-scale RUN_DIR [replicas=N]`: asks a run in progress for another number of replicas, or shows its fleet.
 
-Replicas that join start while training goes on, and serve from their first publish on. The requests of replicas that
-leave resume elsewhere with their tokens.
+Replicas that join start while training goes on, and serve from their first publish on. The requests of leaving replicas
+resume elsewhere with their tokens.
 
-Exit codes: 0 the run does as asked; 2 bad input, or the run cannot have so many; 4 no answer, or with --wait the number
-was not reached in time.
+Exit codes: 0 the run does as asked; 2 bad input, or the run cannot have this number; 4 no answer, or with --wait the
+number was not reached in time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, StorageE
 from asyncrl.types import FleetReport
 
 ANSWER_S = 30.0
-"""Longest time for an answer: a driver that restarts its training side answers later."""
+"""Longest time for an answer: a driver that is restarting its training side answers late."""
 ELSEWHERE_S = 10.0
-"""The same for one that is not seen on this machine: it runs elsewhere, or was killed."""
+"""Longest time for an answer of a run that is not seen on this machine: it runs elsewhere, or was killed."""
 AGAIN_S = 1.0
-"""With --wait, between two looks."""
+"""With --wait, pause between two looks."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def describe(fleet: FleetReport) -> str:
 
 
 def _running(path: Path) -> RunDirectory:
-    """Raises ConfigError: there is no run in progress. Raises DeadlineExceeded: it does not train yet."""
+    """Raises ConfigError if no run is in progress, DeadlineExceeded if it does not train yet."""
     directory = RunDirectory(path)
     if not directory.config.is_file():
         found = "no config.json there" if path.is_dir() else "no such directory"
@@ -87,7 +87,7 @@ def _running(path: Path) -> RunDirectory:
 
 
 def _number(target: str) -> int:
-    """Raises ConfigError: it is not of the form replicas=N."""
+    """Raises ConfigError if the target is not of the form replicas=N."""
     key, _, number = target.partition("=")
     if key != "replicas" or not number.isascii() or not number.isdigit() or int(number) < 1:
         raise ConfigError(explain(target, "it is not of the form replicas=N", "write for example replicas=6"))
@@ -97,7 +97,7 @@ def _number(target: str) -> int:
 def _ask(directory: RunDirectory, replicas: int | None) -> FleetReport:
     try:
         return ask(directory.scale, replicas, ANSWER_S if directory.is_locked else ELSEWHERE_S)
-    except DeadlineExceeded as error:  # which is an OSError, too
+    except DeadlineExceeded as error:  # before OSError, of which it is a subclass
         if directory.is_locked:
             raise
         found, do = "no run is in progress on this machine, and none elsewhere answers", "see its log.txt"
@@ -111,7 +111,7 @@ def _ask(directory: RunDirectory, replicas: int | None) -> FleetReport:
 
 
 def _reached(directory: RunDirectory, fleet: FleetReport, wait_s: float) -> FleetReport:
-    """The fleet once as many serve as are wanted. Raises DeadlineExceeded."""
+    """The fleet, once the wanted number of replicas serves. Raises DeadlineExceeded."""
     deadline = time.monotonic() + wait_s
     while not fleet.is_reached:
         if time.monotonic() > deadline:
@@ -121,7 +121,7 @@ def _reached(directory: RunDirectory, fleet: FleetReport, wait_s: float) -> Flee
         try:
             fleet = _ask(_running(directory.path), None)
         except DeadlineExceeded:
-            continue  # its training side restarts; the replicas stay
+            continue  # the training side restarts; the replicas stay
     return fleet
 
 

@@ -2,7 +2,7 @@
 
     client --HTTP--> Api --> Fleet --> GenerationClient --> Router --> Replica[0..R)   (Ray actors)
                                            ^ table of who serves
-                                       ReplicaPool (replaces those that die)
+                                       ReplicaPool (replaces dead replicas)
 
 Exit codes: 1 it failed, the error is named; 2 bad input, nothing was started; 130 and 143 it was ended by SIGINT or
 SIGTERM.
@@ -56,17 +56,17 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_SIGNAL_BASE = 128
 LAST_WORD_S = 5.0
-"""Time for a client to read that its request has timed out, before its connection is closed."""
+"""Time for a client to read that its request timed out, before its connection is closed."""
 _BASE = ("data.train=none", "data.max_prompt_tokens=1", "rollout.sampling.max_response_tokens=1")
 """Keys that a recipe requires and serving does not use."""
 
 _SERVING = ("rollout.poll_interval_s=0.01", "rollout.vllm.stream_interval=1", "rollout.sglang.stream_interval=1")
-"""Shorter polls than in training, and each token on its own, so that a reader gets tokens sooner."""
+"""Shorter polls than in training, and single tokens, so that readers see tokens sooner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A fleet that has been checked; `listener` is bound to its port."""
+    """A checked service; `listener` is bound to its port."""
 
     config: ServingConfig
     model: ModelConfig
@@ -88,7 +88,7 @@ class Service:
 
     @property
     def is_local(self) -> bool:
-        """Only this machine can connect."""
+        """True if only this machine can connect."""
         from asyncrl.chat.server import is_local
 
         return is_local(self.listener)
@@ -104,7 +104,7 @@ def _main(arguments: argparse.Namespace, forks: ForkServer) -> int:
     console = Console(stderr=False)
     try:
         config, recipe = _config(arguments), _recipe(arguments)
-        start_preloading(forks, recipe, trains=False)  # it imports while this process reads the input and starts Ray
+        start_preloading(forks, recipe, trains=False)  # imports while this process reads the input and starts Ray
         service = prepare(config, recipe)
     except ConfigError as e:
         text = f"asyncrl-serve: this model cannot be served\n{e}"
@@ -124,7 +124,7 @@ def _main(arguments: argparse.Namespace, forks: ForkServer) -> int:
     except KeyboardInterrupt:
         number = signal.SIGINT
     except Exception as e:
-        # The end of the program. A named error says all there is to say; any other one comes with its traceback.
+        # End of the program. A named error is self-explanatory; any other is logged with its traceback.
         traceback = None if isinstance(e, AsyncRLError) else e
         logger.log(logging.ERROR, "serving failed: %s: %s", type(e).__name__, e, exc_info=traceback)
         return EXIT_FAILED
@@ -133,7 +133,7 @@ def _main(arguments: argparse.Namespace, forks: ForkServer) -> int:
 
 
 def prepare(config: ServingConfig, recipe: Recipe) -> Service:
-    """Checks everything that can be wrong and takes the port. Starts nothing.
+    """Checks the input and takes the port. Starts nothing.
 
     Raises ConfigError: model files, tokenizer, engine, lengths, or an address that is taken.
     """
@@ -159,14 +159,14 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
 
 
 def _log_file() -> Path:
-    """A new file that no other user can have made or can read."""
+    """A new file that only this user can read; `mkstemp` excludes a file prepared by another user."""
     descriptor, path = tempfile.mkstemp(prefix="asyncrl-serve-", suffix=".log")
     os.close(descriptor)
     return Path(path)
 
 
 def run(service: Service, forks: ForkServer) -> int:
-    """Serves until a signal, whose number it returns. Shuts everything down before it raises an error."""
+    """Serves until a signal and returns its number. Shuts everything down before it raises."""
     from asyncrl.driver.cluster.ray_session import ray_cluster
 
     with ray_cluster(None, service.log_file, forks=forks) as cluster:
@@ -209,7 +209,7 @@ async def _run(service: Service, environment: Mapping[str, str]) -> int:
 
 
 async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any]) -> None:
-    """Serves until `stop` is done. Raises what ended the replicas or the HTTP server before."""
+    """Serves until `stop` is done. Raises the error that ended the replicas or the HTTP server."""
     from asyncrl.chat import connection_guard as guard
     from asyncrl.chat.server import Server, serve_until
     from asyncrl.driver.fleet.actor_channels import channels
@@ -221,10 +221,11 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
 
     config, rollout = service.config, service.rollout
     name = f"serve-{os.getpid()}"
+    # Phase 1: route requests by the pool's table.
     client = GenerationClient(
         name,
         ReplicaTable(),
-        request_timeout_s=config.request_timeout_s + 60,  # the server's own deadline comes first, and says more
+        request_timeout_s=config.request_timeout_s + 60,  # the server's own deadline comes first: its error says more
         poll_interval_s=rollout.poll_every_s,
         waits_for_replacements=True,
         max_lost=service.recovery.replicas_per_response(rollout.num_replicas),
@@ -243,6 +244,7 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
         refresh_s=config.refresh_s,
         on_refresh=lambda: discovery.write(fleet.reports) if discovery else None,
     )
+    # Phase 2: the HTTP side.
     metrics = ServingMetrics()
     api = Api(
         ServedModel(service.name, service.text, address.started_at, guided=rollout.guided_decoding),
@@ -260,6 +262,7 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
     server = Server(
         api.app(), guard.ConnectionGuard(limits, metrics.refusals), grace_s=math.ceil(config.stop_timeout_s)
     )
+    # Phase 3: serve until `stop`, or until the fleet or the server fails.
     try:
         await fleet.refresh()
         watching = asyncio.create_task(fleet.watch(), name="fleet")
@@ -334,8 +337,8 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
 
 
 def _engine_settings(engine: str) -> list[str]:
-    """The engine's settings for serving, and its default context length. Training derives that length from its limits
-    on prompt and response, which serving does not have."""
+    """The engine's settings for serving, and its default context length: training derives the length from its limits on
+    prompt and response, which serving does not have."""
     defaults = RolloutConfig(engine=engine)  # type: ignore[arg-type]
     settings = [f"max_model_len={defaults.max_model_len}", *ENGINES[engine].serving]
     return [f"rollout.{engine}.{setting}" for setting in settings]

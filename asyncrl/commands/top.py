@@ -27,7 +27,7 @@ from asyncrl.types.metrics import Metric
 
 SHOWN_FAULTS = 5
 SHORTEST_S = 0.05
-"""Between two looks."""
+"""Shortest pause between two looks."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,10 +65,10 @@ def _watch(watched: Watched, console: Console, interval_s: float) -> None:
 
 
 class Watched:
-    """What the files of one run have shown so far. Owns how far they were read."""
+    """The state of one run, as read from its files so far. Owns the read positions."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError: there is no run."""
+        """Raises ConfigError if there is no run."""
         directory = RunDirectory(path)
         if not directory.config.is_file():
             found = "no config.json there" if path.is_dir() else "no such directory"
@@ -84,17 +84,17 @@ class Watched:
         self._faults: deque[str] = deque(maxlen=SHOWN_FAULTS)
         self._seen_s = 0.0
         self.ended = ""
-        """How the run ended; empty while it goes on."""
+        """How the run ended; empty while it runs."""
 
     def look(self) -> None:
-        """Reads what is new."""
+        """Reads new lines of metrics and events."""
         for record in self._metrics.new():
             self._record = record
             self._seen_s = time.time()
             self._accuracy = record.get(Metric.EVAL_ACCURACY, self._accuracy)
             self._rewards.append(record.get(Metric.REWARD_MEAN) or 0.0)
             if self._ends and record[Metric.STEP] <= self._ends[-1][0]:
-                self._ends.clear()  # it went back to a checkpoint
+                self._ends.clear()  # the run went back to a checkpoint
             self._ends.append((record[Metric.STEP], record.get(Metric.TIME) or 0.0))
         for event in self._events.new():
             kind = event.get("event")
@@ -125,7 +125,7 @@ class Watched:
 
 
 class _Tail:
-    """The lines of a file of JSON lines that were written since the last look; a line that is not whole waits."""
+    """New lines of a file of JSON lines; an incomplete last line waits for the next look."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
@@ -134,7 +134,7 @@ class _Tail:
         if not self._path.is_file():
             return
         if self._path.stat().st_size < self._at:
-            self._at = 0  # a resumed run has cut it off
+            self._at = 0  # a resumed run has truncated the file
         with self._path.open("rb") as file:
             file.seek(self._at)
             for line in file:
@@ -144,7 +144,7 @@ class _Tail:
                 try:
                     value = json.loads(line)
                 except ValueError:
-                    continue  # a crash cut it off
+                    continue  # torn by a crash
                 if isinstance(value, dict):
                     yield value
 

@@ -84,7 +84,8 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
     if not dry_run:
         directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
         use_cache_if_unreachable(hub_names(recipe))
-        start_preloading(forks, recipe)  # it imports while this process reads the input and starts Ray
+        start_preloading(forks, recipe)  # imports while this process reads the input and starts Ray
+    # Phase 1: check everything and print the plan. A dry run ends here.
     check_packages(recipe, missing_ok=dry_run)  # a dry run may be for another machine
     found = check_recipe(recipe, use_hub=not dry_run)
     console.print(f"asyncrl-train {name}", style="bold", highlight=False)
@@ -95,11 +96,12 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
         console.print("  dry run: the recipe is valid; nothing was started", highlight=False)
         return 0
     assert found.train is not None, "the hub was used"
+    # Phase 2: take the port and the directory.
     key = serving_api_key()
     check_server(recipe.rollout.serve, key)
     directory.lock(command)
-    directory.serving.unlink(missing_ok=True)  # of a run that was killed
-    # Again, now under the lock: the process that had the directory may have written a last checkpoint.
+    directory.serving.unlink(missing_ok=True)  # left by a killed run
+    # Resolved again, now under the lock: the previous owner may have written a last checkpoint.
     start_from = directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
     if start_from is not None:
         check_resumable(recipe, found.train.digest, start_from)
@@ -110,6 +112,7 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
     from asyncrl.driver.run_spec import RunSpec
     from asyncrl.observability.logs import configure_driver
 
+    # Phase 3: the run itself.
     configure_driver(directory.log, console, hide)
     directory.write_config(recipe, loaded.written, name)
     found.train.rows.keep(directory.prompts)
@@ -122,11 +125,11 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
         console.print("interrupted before the first step", highlight=False)
         return EXIT_SIGNAL_BASE + 2
     except Exception as e:
-        # The end of the program. A named error says all there is to say; any other one comes with its traceback.
+        # End of the program. A named error is self-explanatory; any other is logged with its traceback.
         traceback = None if isinstance(e, AsyncRLError) else e
         logger.log(logging.ERROR, "the run failed: %s: %s", type(e).__name__, e, exc_info=traceback)
         if isinstance(e, ConfigError):
-            directory.disown()  # what it asks for may be had by the same command
+            directory.disown()  # the same command may work after the correction
         console.print(
             f"evidence: {directory.faults}, {directory.log}, {directory.events}; go on with: {resume}",
             highlight=False,

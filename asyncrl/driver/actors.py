@@ -1,8 +1,8 @@
 """The processes of a run, and which of them restart together.
 
-Three groups fail independently of each other: each replica (`inference.replica_pool`), the rollouter
+Three groups fail independently of each other: each replica (`driver.fleet.replica_pool`), the rollouter
 (`driver.fleet.rollouters`), and the training side. The training side is the message queue, the trainer ranks and,
-because its groups belong to the queue's ledger, the rollouter with them. It restarts from the last checkpoint; the
+because its groups belong to the queue's ledger, the rollouter. It restarts from the last checkpoint; the
 replicas keep running and get its weights.
 
 The handles here are the only ones that keep the actors alive: none is detached, none is found by name.
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 3.0
 """Longest time for one part to stop before its process is killed."""
 END_TIMEOUT_S = 30.0
-"""Longest time for a killed process to exit; Ray needs 6 s for one that is stopped."""
+"""Longest time for a killed process to exit; Ray takes up to 6 s."""
 
 
 class Actors:
@@ -78,6 +78,7 @@ class Actors:
         recovery = recipe.recovery
         devices = SharedDevices() if recipe.is_colocated else None
         self._rollouter_budget = RestartBudget(recovery.max_restarts, recovery.window_s)
+        # Replicas first: engines that share devices and the fleet size act on their pool.
         self.replicas = ReplicaPool(
             self._spawn_replica,
             recipe.rollout.num_replicas,
@@ -97,7 +98,7 @@ class Actors:
         )
         start_s = recipe.ray.start_timeout_s
         self.engines = None if devices is None else EngineTurns(self.replicas, devices, start_timeout_s=start_s)
-        """Of a run whose engines share their devices with the trainer."""
+        """None unless the engines share their devices with the trainer."""
         fixed_by = "rollout.engine=remote" if recipe.rollout.engine == "remote" else ""
         limits = FleetLimits(
             recipe.rollout.num_replicas,
@@ -109,11 +110,11 @@ class Actors:
         self.rollouter = self._new_rollouters()
         self.trainers: TrainerPool | None = None
         self.server = self._new_server() if recipe.rollout.serve.enabled else None
-        """For clients that are not part of the run; its failures are its own."""
+        """Serves clients outside the run; its failures do not end the run."""
 
     async def start(self) -> None:
-        """Starts all of them at once; where they share devices, the trainer ranks when the engines have loaded and
-        sleep. The server of the run comes after them. Raises what any of them raises."""
+        """Starts all parts concurrently. With shared devices the trainer ranks start after the engines have loaded and
+        sleep. The run server starts last. Raises the first error of any part."""
         if self.engines is not None:
             await self.replicas.start()
             await self.engines.sleep()
@@ -124,8 +125,9 @@ class Actors:
             self.server.start()
 
     async def restart_training_side(self) -> None:
-        """Starts a new queue, rollouter and trainer pool, all empty, after the former ones have exited and the replicas
-        have forgotten the former rollouter. Raises what a start raises."""
+        """Starts a new, empty queue, rollouter and trainer pool, once the old ones have exited and the replicas have
+        forgotten the old rollouter. Raises the error of a failed start."""
+        # Phase 1: kill the old processes and wait for their exits.
         ends = [self.rollouter.ended(END_TIMEOUT_S), self.queue.ended(END_TIMEOUT_S, MessageQueue.ping)]
         if (trainers := self.trainers) is not None:
             trainers.kill()
@@ -133,12 +135,14 @@ class Actors:
         self.rollouter.kill()
         self.queue.kill()
         await asyncio.gather(*ends)
+        # Phase 2: the replicas survive; drop their requests of the old rollouter.
         self.trainers = None
         for client_id in self.rollouter.client_ids:
             await self._forget_client(client_id)
         await self.replicas.fence()
         if self.engines is not None:  # the new ranks load in the trainer's turn
             await self.engines.sleep()
+        # Phase 3: start the replacements.
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()
         await self._start_training_side()
@@ -171,6 +175,7 @@ class Actors:
             node_gpus=gpus if placement.rank_gpus else 0,
         )
         spec = TrainerSpec.of(recipe, num_threads=threads)
+        # The ranks start as a separate task: if another start fails, a finished pool must still be killed.
         trainers = asyncio.ensure_future(self._start_trainers(spec))
         await self.replicas.set_listener(self._set_replicas)
         await self.pools.set_listener(self.rollouter.set_pool)
@@ -204,13 +209,13 @@ class Actors:
         )
 
     async def _set_replicas(self, table: ReplicaTable) -> None:
-        """Sends the table to the rollouters. The server of the run gets it later: nothing waits for that."""
+        """Sends the table to the rollouters. The run server gets it asynchronously: nobody waits for it."""
         if self.server is not None:
             self.server.set_replicas(table)
         await self.rollouter.set_replicas(table)
 
     def _new_server(self) -> ServerKeeper:
-        # FastAPI, which few runs need
+        # Imported here: FastAPI is slow to import, and few runs serve.
         from asyncrl.driver.fleet.server_keeper import RunServerTimes, ServerKeeper
         from asyncrl.serving.run_server import RunServer, RunServerSpec
 
@@ -290,8 +295,8 @@ def _gpus_beside(places: Places) -> ClusterGpus:
 
 
 def _smallest_node() -> tuple[int, int, int]:
-    """Cores of the smallest node with any on which ranks may be placed, the number of those nodes, and the most GPUs of
-    one. Ray knows the limits of a container; of a single node, this machine, the system knows what the run may use."""
+    """Cores of the smallest usable node, the number of usable nodes, and the GPUs of the largest. On a single machine
+    the system's core count is a further upper bound: Ray's number may exceed what the run may use."""
     nodes = usable_nodes(ray.nodes())
     resources = [node["Resources"] for node in nodes]
     usable = [count for found in resources if (count := int(found.get("CPU", 0))) >= 1]
@@ -306,8 +311,8 @@ async def _done(trainers: asyncio.Future[TrainerPool]) -> None:
 
 
 def untraced(cls: type) -> type:
-    """A class for `ray.remote`: holds an object of `cls` and has its public methods. Ray wraps every method of an
-    actor's class for its tracing, private ones too, and switches nothing of it off: a tenth of a rollouter's time."""
+    """A class for `ray.remote` that holds an object of `cls` and forwards its public methods. Ray wraps every method
+    of an actor class for tracing, even with tracing off: a tenth of a rollouter's time."""
 
     def begin(self: Any, *args: Any, **options: Any) -> None:
         self._inner = cls(*args, **options)

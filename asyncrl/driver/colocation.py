@@ -2,7 +2,7 @@
 
     generate -> every engine sleeps -> train -> publish, which wakes the engines -> generate
 
-`inference.device_turns` has the rules, `engine_turns` calls the engines; the coordinator and the publisher say when.
+`fleet.device_turns` has the rules, `fleet.engine_turns` calls the engines; the coordinator and publisher say when.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from asyncrl.types.metrics import Metric
 
 class Turns:
     """Gives the devices to the trainer before a step and to the engines before a publish; does nothing in a run whose
-    parts have devices of their own. Knows how long the engines of this run have slept."""
+    parts have their own devices. Measures how long the engines sleep."""
 
     def __init__(self, parts: Parts, clock: Callable[[], StepClock]) -> None:
-        """`clock`: returns the clock of the run; the time that training waits is booked there."""
+        """`clock`: returns the run's clock, where the trainer's waiting is booked."""
         self._parts = parts
         self._engines = parts.engines
         self._clock = clock
@@ -31,8 +31,8 @@ class Turns:
         """Seconds asleep and waking of each replica process at the last line of metrics."""
 
     async def take(self, step: int) -> None:
-        """Returns when the trainer has the devices for the step that starts at `global_steps == step`. Raises what
-        `EngineTurns.sleep` raises."""
+        """Returns when the trainer has the devices for the step that starts at `global_steps == step`. Raises like
+        `EngineTurns.sleep`."""
         if self._engines is None:
             return
         began = time.monotonic()
@@ -49,7 +49,7 @@ class Turns:
             await self._engines.wake()
 
     def take_metrics(self, stats: Sequence[ReplicaStats]) -> dict[str, float]:
-        """The metrics `sleep/` since the last call; empty in a run whose parts have devices of their own."""
+        """The metrics `sleep/` since the last call; empty in a run whose parts have their own devices."""
         if self._engines is None:
             return {}
         now = {(s.replica_id, s.pid): (s.asleep_s, s.waking_s) for s in stats}

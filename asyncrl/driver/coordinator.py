@@ -48,17 +48,17 @@ POLL_S = 1.0
 """Longest long poll: how late a stop can be noticed."""
 POLL_TIMEOUT_S = POLL_S + CALL_TIMEOUT_S
 LOAD_TIMEOUT_S = 600.0
-"""Longest that reading the queue's part of a checkpoint may take."""
+"""Longest time to read the queue's part of a checkpoint."""
 RECORD_S = 5.0
-"""What the metrics of a committed step may take to be written, when the run ends for another reason."""
+"""Longest time to write the metrics of a committed step when the run ends for another reason."""
 _INITIAL: dict[str, str] = {Metric.EVAL_ACCURACY: Metric.EVAL_INITIAL_ACCURACY, Metric.EVAL_FAILED: Metric.EVAL_FAILED}
 """Metric of the evaluation before training -> its name on the line of step 1."""
 
 
 @dataclass(slots=True, eq=False)
 class _EndedStep:
-    """What the metrics of a committed step are made from. `stats`: of the replicas, where they are known already;
-    `publishes`: that have ended since the step before."""
+    """Input of a committed step's metrics. `stats`: of the replicas, if already known; `publishes`: ended since the
+    previous step."""
 
     manifest: LeaseManifest
     metrics: TrainMetrics
@@ -78,7 +78,7 @@ class Coordinator:
         """
         Args:
             start_from: checkpoint to resume from; None starts at step 0.
-            elapsed_s: seconds that the run has taken in this process so far; a checkpoint that records more wins.
+            elapsed_s: seconds of this process's run so far; a larger value in the checkpoint wins.
         """
         self._recipe = recipe
         self._parts = parts
@@ -100,7 +100,7 @@ class Coordinator:
         self._stop = asyncio.Event()
         self._restored = asyncio.Event()
         self._finishing = False
-        """The last step is done; what is left, its publish and its checkpoint, has deadlines of its own."""
+        """The last step is done; the remaining publish and checkpoint have their own deadlines."""
         self._shares = ReplicaShares(lambda: len(parts.replicas.table.rows))
         self._turns = Turns(parts, lambda: self._clock)
         self._publisher = Publisher(recipe, parts, clock=lambda: self._clock, shares=self._shares, turns=self._turns)
@@ -113,13 +113,13 @@ class Coordinator:
             catch_up=self._catch_up_evaluation,
         )
         self._health: dict[str, float] = {}
-        """Metrics that the last health check found."""
+        """Metrics of the last health check."""
         self._initial: dict[str, float] = {}
-        """Of the evaluation before training, until a line of metrics has them."""
+        """Metrics of the evaluation before training, until a line of metrics has them."""
         self._ahead: LeaseManifest | None = None
-        """The lease of the next step, where it came with the commit: that step is in progress."""
+        """Lease of the next step if it came with the commit; that step is then in progress."""
         self._recording: asyncio.Task[None] | None = None
-        """Puts together the metrics of the last step while the next one trains."""
+        """Assembles the metrics of the last step while the next one trains."""
 
     @property
     def step(self) -> int:
@@ -140,11 +140,11 @@ class Coordinator:
         self._stop.set()
 
     async def run(self) -> None:
-        """Trains until the end or a stop, and always leaves a checkpoint of the last complete step. A stop before
-        training began changes nothing.
+        """Trains until the end or a stop, and leaves a checkpoint of the last complete step. A stop before training
+        began changes nothing.
 
-        Raises the first error of any part. Raises DeadlineExceeded when a stop was asked for and the step in
-        progress did not end within `run.shutdown_timeout_s`: the last periodic checkpoint stands then.
+        Raises the first error of any part. Raises DeadlineExceeded if the step in progress does not end within
+        `run.shutdown_timeout_s` of a stop; the last periodic checkpoint then stands.
         """
         training = asyncio.create_task(self._train(), name="training")
         guards = [
@@ -156,13 +156,16 @@ class Coordinator:
         guards += [asyncio.create_task(loop(), name=name) for name, loop in self._parts.loops.items()]
         stop = asyncio.create_task(self._stop.wait())
         try:
+            # Phase 1: until training ends, a guard fails, or a stop comes.
             await asyncio.wait([training, stop, *guards], return_when=asyncio.FIRST_COMPLETED)
             if self._stop.is_set() and not self._restored.is_set() and not _any_failed(training, *guards):
                 return  # nothing was trained: the start state remains the newest
+            # Phase 2: a stop gives the step in progress `shutdown_timeout_s`; the final saves have their own deadlines.
             if self._stop.is_set() and not training.done():
                 await _first_of(self._recipe.run.shutdown_timeout_s, training, *guards)
                 if self._finishing:
                     await _first_of(None, training, *guards)
+            # Phase 3: find the cause. The other errors are often its consequences.
             failed = [t for t in (*guards, training) if t.done() and not t.cancelled() and t.exception() is not None]
             if failed:
                 first = cause(error for t in failed if (error := t.exception()) is not None)
@@ -197,15 +200,15 @@ class Coordinator:
 
         Consumes: one lease per step.
         Produces: optimizer steps, commits, publishes, evaluations, checkpoints, one line of metrics per step.
-        Waits for: the lease (long polls of 1 s), the engines that sleep before a step (placement=colocated), the
-        trainer ranks, the replicas, the evaluation; there is a deadline for each of them.
+        Waits for: the lease (long polls of 1 s), the engines' sleep before a step (placement=colocated), the trainer
+        ranks, the replicas, the evaluation; each wait has a deadline.
         Unblocked by: puts of the rollouter that complete a lease.
         Stops when: `run.max_steps` steps are trained, or `stop` was called; `run` cancels it when another task fails.
-        When the off-policy guard stops the run, it raises RunFailed after the last checkpoint.
+        The off-policy guard's stop raises RunFailed after the last checkpoint.
         """
         parts = self._parts
         await self._resume(self._start_from)
-        # The checkpoint is the truth now: what a later step of the same directory wrote is cut off or set aside.
+        # The checkpoint is the truth now: later steps of the same directory are cut off or set aside.
         parts.metrics.truncate_after(self._step)
         parts.checkpoints.set_aside_after(self._step)
         await self._publisher.publish(self._step)
@@ -223,7 +226,7 @@ class Coordinator:
                 await self._publisher.settle()
                 with self._clock.time.during(Metric.TRAINER_CHECKPOINT):
                     await self._writer.save(self._state())
-        self._finishing = True  # the step is complete: what is left has deadlines of its own
+        self._finishing = True  # the step is complete: the rest has its own deadlines
         await self._publisher.settle()
         await self._writer.last(self._state())
         self._guard.raise_if_stopped()
@@ -237,15 +240,16 @@ class Coordinator:
         return every > 0 and step % every == 0
 
     async def _one_step(self) -> bool:
-        """Leases, trains, commits and publishes one step; False when a stop came before its groups were ready.
+        """Leases, trains, commits and publishes one step; False if a stop came before its groups were ready.
 
-        Between two steps the trainer waits for as little as can be. Where the publish goes on beside training, the
-        answer to the commit has the next lease, the trainer copies its weights meanwhile, and the metrics of a step are
-        put together while the next one trains.
+        With a publish that overlaps training, the gap between two steps is short: the reply to the commit carries the
+        next lease, the trainer copies its weights during the commit, and metrics are assembled while the next step
+        trains.
         """
         recipe, parts = self._recipe, self._parts
         done = self._step + 1  # `global_steps` after this step: also the number of the next one
         manifest, self._ahead, waited_s = self._ahead, None, 0.0
+        # Phase 1: lease.
         self._clock.start()
         if manifest is None:
             with self._clock.time.during(Metric.TRAINER_GROUPS):
@@ -255,8 +259,9 @@ class Coordinator:
             waited_s = self._clock.lap()
             self._clock.time.move(manifest.overdue_wait_s, Metric.TRAINER_GROUPS, Metric.TRAINER_OVERDUE)
         await self._turns.take(self._step)
-        self._clock.start()  # the engines' way to sleep is no part of the optimizer step
-        # From here to the commit the groups are leased: a crash in between trains them again from the checkpoint.
+        self._clock.start()  # the engines' time to fall asleep is not part of the optimizer step
+        # Phase 2: train. The groups are leased until the commit: a crash in between trains them again from the
+        # checkpoint.
         bounds = self._guard.correction_bounds
         plans = self._next_step.plans(manifest, bounds)
         if self._planner.needs_kl:
@@ -269,6 +274,7 @@ class Coordinator:
         with self._clock.time.during(Metric.TRAINER_TRAINING):
             metrics = await parts.trainers.train_step(plans)
         train_s = self._clock.lap()
+        # Phase 3: settle the previous step: its publish and metrics must end before this commit.
         await self._next_step.end()
         await self._publisher.settle()
         await self._recorded()
@@ -279,6 +285,7 @@ class Coordinator:
                 lag_max=max(group.lag_max for group in manifest.groups),
             )
         )
+        # Phase 4: commit. The weights of an overlapping publish are copied before the next step changes them.
         publishes = not self._stop.is_set() and recipe.publishes_after(done)
         is_beside = publishes and recipe.overlaps_publish and not last
         committed, stats = await self._commit(copies=is_beside, leases_next=self._leases_ahead())
@@ -286,6 +293,7 @@ class Coordinator:
         self._step = done
         parts.saw("step", self._step)
         ended = _EndedStep(manifest, metrics, train_s, waited_s, committed.counts, committed.shares, stats)
+        # Phase 5: publish, during training or before the next step.
         if is_beside:
             self._publisher.begin(self._step)
         elif publishes:
@@ -295,6 +303,7 @@ class Coordinator:
                 ended.stats = await parts.replicas.stats()
             if not self._stop.is_set() and self._publisher.version != self._step:  # a catch-up may have published it
                 ended.counts, ended.stats = await self._publisher.publish(self._step, ended.stats)
+        # Phase 6: metrics. If the next step is leased already, it trains while they are written.
         ended.publishes = self._publisher.take()
         if self._ahead is None:
             await self._record(ended)
@@ -303,14 +312,14 @@ class Coordinator:
         return True
 
     def _leases_ahead(self) -> bool:
-        """True where the next step follows the commit at once: nobody looks at this one, or saves it, in between."""
+        """True if the next step follows the commit immediately: no evaluation, save or guard acts in between."""
         recipe, step = self._recipe, self._step + 1
         waits = self._saves_after(step) or self._evaluations.acts_after(step) or self._guard.state is not None
         return recipe.overlaps_publish and step < recipe.run.max_steps and not (waits or self._stop.is_set())
 
     async def _commit(self, *, copies: bool, leases_next: bool) -> tuple[Committed, list[ReplicaStats] | None]:
-        """Commits the step that was trained; `copies`: the trainer copies its weights meanwhile. Where training waits
-        for publishes also the statistics of the replicas: elsewhere it does not wait for the slowest of them."""
+        """Commits the trained step. `copies`: the trainer concurrently copies its weights. Returns the statistics of
+        the replicas only if training waits for publishes; otherwise it would wait for the slowest replica."""
         parts = self._parts
         committing = parts.queue.call(CALL_TIMEOUT_S, MessageQueue.commit, self._step, leases_next=leases_next)
         if not self._recipe.overlaps_publish:
@@ -322,13 +331,14 @@ class Coordinator:
         return committed, None
 
     async def _record(self, ended: _EndedStep) -> None:
-        """Writes the line of metrics of the step, after the guard and the evaluations have looked at it. Beside
-        training neither has anything to do."""
+        """Writes the step's line of metrics, after the guard and the evaluations have seen it. During training neither
+        has anything to do."""
         recipe, parts, step = self._recipe, self._parts, self._step
         record = StepRecord(step, max_lag=recipe.max_lag, keeps_cache=recipe.interrupt == "keep")
         record.of_batch(ended.manifest)
         record.of_training(ended.metrics, ended.train_s)
         record.of_publish(*ended.publishes)
+        # The guard may lower the limit on the lag; the queue's counts are then those after the change.
         guarded, limited = await self._guard.after_step(step, record.values)
         slots = self._staleness.limited(self._guard.limit).admissible(
             step=step, version=self._publisher.version, active=0
@@ -337,6 +347,7 @@ class Coordinator:
         with self._clock.time.during(Metric.TRAINER_EVALUATION):
             evaluated = await self._evaluations.after_step(step, last=step >= recipe.run.max_steps)
         stats = ended.stats
+        # An evaluation takes time and tokens: statistics from before it are outdated.
         if stats is None or evaluated:
             stats = await parts.replicas.stats()
         for name, value in (*guarded.items(), *evaluated.items()):
@@ -354,7 +365,7 @@ class Coordinator:
         parts.progress.stepped(record.values)
 
     async def _recorded(self) -> None:
-        """Returns when the metrics of the step before are written. Raises what that raised."""
+        """Returns once the previous step's metrics are written. Raises the error of writing them."""
         if (recording := self._recording) is not None:
             try:
                 await recording
@@ -369,6 +380,7 @@ class Coordinator:
             if isinstance(answer, LeaseManifest):
                 return answer
             self._parts.saw("queue", answer.counts)
+            # Newcomers without weights generate nothing: publish to them while the lease waits.
             self._publisher.check()
             if self._parts.replicas.newcomers:
                 await self._publisher.catch_up(self._step)
@@ -386,8 +398,8 @@ class Coordinator:
     async def _drain(self) -> float:
         """Waits until no group is being generated, or for a stop; returns the seconds it took.
 
-        When no replica serves any more, running groups can only finish under the next weights: these are published, and
-        the drain ends.
+        When no replica serves any more, running groups can finish only under the next weights: the drain publishes
+        them and ends.
         """
         started, queue = time.monotonic(), self._parts.queue
         while not self._stop.is_set() and not await queue.call(POLL_TIMEOUT_S, MessageQueue.wait_idle, POLL_S):
@@ -406,7 +418,7 @@ class Coordinator:
         return time.monotonic() - started
 
     async def _catch_up_evaluation(self) -> None:
-        """Publishes to newcomers during an evaluation; a new version only when no replica could answer otherwise."""
+        """Publishes to newcomers during an evaluation; a new version only if no replica could answer otherwise."""
         if self._publisher.version == self._step or not self._parts.replicas.serving:
             await self._publisher.catch_up(self._step)
 
@@ -439,6 +451,7 @@ class Coordinator:
         self._step = self._writer.last_step = state.global_steps
         self._clock = StepClock(max(state.elapsed_s, self._clock.elapsed_s))
         logger.info("resumed from %s: step %d, %s", checkpoint, self._step, counts)
+        # A smaller `run.max_steps` than before leaves groups that no step will train.
         held = counts.trained + counts.active - self._recipe.run.max_steps * self._recipe.batch.groups_per_step
         if held > 0:
             logger.warning(
@@ -450,8 +463,8 @@ class Coordinator:
     # -- guards --------------------------------------------------------------------------------------------------
 
     async def _rollout(self) -> None:
-        """Runs the rollouter once the queue has been restored and the replicas serve the weights of the checkpoint.
-        What they served before may belong to steps that were undone."""
+        """Runs the rollouter once the queue is restored and the replicas serve the weights of the checkpoint. Their
+        earlier weights may belong to steps that were undone."""
         await self._restored.wait()
         await self._parts.rollouter.run()
 

@@ -1,11 +1,11 @@
 """Decides when the run is evaluated, and by which replicas.
 
-All replicas answer the evaluations before the first step and after the last one; training waits for these. With
-`eval.leased_replicas` the evaluations in between run beside training, on leased replicas that keep their version. Their
-result goes into the metrics of the first step that ends after them.
+All replicas answer the evaluations before the first step and after the last one; training waits for both. With
+`eval.leased_replicas` the evaluations in between run concurrently with training, on leased replicas that keep their
+version. Their result goes into the metrics of the first step that ends after them.
 
-An evaluation that fails, or takes longer than `eval.timeout_s` for a held-out set, does not end the run: it is counted
-as failed. One on leased replicas is first retried on another lease.
+An evaluation that fails, or takes longer than `eval.timeout_s` for a held-out set, is counted as failed and does not
+end the run. An evaluation on leased replicas is first retried on another lease.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLL_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Beside:
-    """An evaluation beside training. `version` was published when `step` ended. `tries` includes this one."""
+    """An evaluation concurrent with training. `version` was published when `step` ended. `tries` includes this one."""
 
     step: int
     version: int
@@ -45,7 +45,7 @@ class _Beside:
 
 
 class Evaluations:
-    """Owns the evaluation beside training, if there is one, and its leases."""
+    """Owns the evaluation that runs during training, if any, and its leases."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Evaluations:
         Args:
             stop: set when the run is to end.
             published: returns the published version.
-            settle: returns when no publish is in progress beside training.
+            settle: returns when no publish runs during training.
             catch_up: publishes to newcomers. It keeps the version unless no replica could answer otherwise.
         """
         self._config, self._seed, self._sets = recipe.eval, recipe.run.seed, tuple(recipe.data.eval)
@@ -72,14 +72,14 @@ class Evaluations:
         self._catch_up = catch_up
         self._beside: _Beside | None = None
         self._due: int | None = None
-        """Number of earlier tries of an evaluation that is due and has no replica yet; None: no evaluation is due."""
+        """Number of earlier tries of an evaluation that is due and has no replica yet; None: none is due."""
 
     async def before_training(self) -> dict[str, float]:
-        """The metrics of the evaluation before step 1; empty when none is asked for, or a stop came."""
+        """The metrics of the evaluation before step 1; empty if none is configured, or a stop came."""
         return await self._by_all(0) if self._config.every_steps else {}
 
     async def after_step(self, step: int, *, last: bool) -> dict[str, float]:
-        """The metrics that are known at the end of this step; empty when there are none."""
+        """The metrics known at the end of this step; empty if there are none."""
         if not self._config.every_steps or self._stop.is_set():
             return {}
         if last:
@@ -100,7 +100,7 @@ class Evaluations:
         return found
 
     def acts_after(self, step: int) -> bool:
-        """True where `after_step` has something to do, which the next step must wait for."""
+        """True if `after_step` has something to do that the next step must wait for."""
         config = self._config
         is_due = config.every_steps > 0 and step % config.every_steps == 0
         return is_due or self._beside is not None or self._due is not None
@@ -116,7 +116,7 @@ class Evaluations:
 
     async def _by_all(self, step: int) -> dict[str, float]:
         """Evaluates every held-out set while training waits. Nothing is published during it, so one version answers all
-        prompts. A set that fails or takes too long is counted as failed. Empty when a stop came first."""
+        prompts. A set that fails or takes too long counts as failed. Empty if a stop came first."""
         await self._settle()
         started, results = time.monotonic(), list[EvalResult]()
         for name in self._sets:
@@ -127,7 +127,7 @@ class Evaluations:
                 results.append(await work)
             except (DeadlineExceeded, GenerationError) as error:
                 if not work.done() or work.exception() is not error:
-                    raise  # of a publish to newcomers
+                    raise  # the error of a publish to newcomers
                 self._failed(error, step, self._published(), tries=1)
             finally:
                 work.cancel()
@@ -136,7 +136,7 @@ class Evaluations:
         return found if len(results) == len(self._sets) else found | {Metric.EVAL_FAILED: 1}
 
     async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:
-        """Returns True when `work` is done, False when a stop came first; publishes to newcomers while it waits."""
+        """True when `work` is done, False if a stop came first; publishes to newcomers while it waits."""
         stop = asyncio.create_task(self._stop.wait())
         try:
             while not work.done():
@@ -149,10 +149,10 @@ class Evaluations:
             stop.cancel()
         return True
 
-    # -- beside training -----------------------------------------------------------------------------------------
+    # -- during training -----------------------------------------------------------------------------------------
 
     async def _begin(self, step: int) -> None:
-        """Leases replicas and begins the evaluation; without a free replica it stays due."""
+        """Leases replicas and begins the evaluation; it stays due if no replica is free."""
         assert self._due is not None, "it is due"
         await self._settle()
         leases = await self._parts.replicas.lease(self._config.leased_replicas)
@@ -165,7 +165,7 @@ class Evaluations:
         self._beside = _Beside(step, version, tries, work)
 
     async def _by_leased(self, leases: Mapping[int, ReplicaControl], version: int) -> list[EvalResult]:
-        """Evaluates every held-out set on these replicas, then ends their lease."""
+        """Evaluates every held-out set on these replicas, then ends the lease."""
         results = []
         try:
             for name in self._sets:
@@ -177,6 +177,7 @@ class Evaluations:
                     raise GenerationError(f"evaluation of {name}: version {version} was pinned, not {result.versions}")
                 results.append(result)
         finally:
+            # A cancelled evaluation leaves its replicas to `fence` or `stop`.
             if not (task := asyncio.current_task()) or not task.cancelling():
                 await self._parts.replicas.end_lease(leases)
         return results
@@ -186,14 +187,14 @@ class Evaluations:
         return replace(table, rows={i: r for i, r in table.those("leased").items() if leases.get(i) is r.handle})
 
     async def _end_beside(self) -> None:
-        """Returns when no evaluation is in progress beside training, or a stop came."""
+        """Returns when no evaluation runs during training, or a stop came."""
         self._due = None
         if self._beside is not None:
             await self._unless_stopped(self._beside.work)
 
     def _take(self, *, last: bool = False) -> dict[str, float]:
-        """The metrics of the evaluation that has ended since. One that failed for the first time is due again, unless
-        this was the last step."""
+        """The metrics of an evaluation that has ended since the last call. An evaluation that failed for the first time
+        is due again, except after the last step."""
         beside = self._beside
         if beside is None or not beside.work.done():
             return {}
@@ -237,7 +238,7 @@ class Evaluations:
                 *(max(answered), r.name, r.accuracy, *r.interval, r.num_prompts),
             )
         values = {name: value for r in results for name, value in r.metrics().items()}
-        if len(results) == len(self._sets):  # the mean over some of them is not the mean of the other lines
+        if len(results) == len(self._sets):  # a mean over some sets is not comparable with other lines
             values[Metric.EVAL_ACCURACY] = sum(r.accuracy for r in results) / len(results)
             parts.progress.evaluated(values[Metric.EVAL_ACCURACY])
         values |= {

@@ -1,4 +1,4 @@
-"""What the coordinator drives: the parts of a run as it sees them, built by the composition root."""
+"""The parts of a run that the coordinator drives."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:  # the coordinator is tested without Ray
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything that the coordinator drives, built by the composition root.
+    """The parts of a run, built by the composition root.
 
-    `prompts_digest` names the data. `saw(name, mark)` is told of progress: a mark that differs from the last one.
-    `server()` reports on the server of the run, None where there is none. `loops`: by name, what runs as long as a
-    coordinator; the error of one ends the run. `engines`: of a run whose engines and ranks share devices.
+    `prompts_digest` identifies the data. `saw(name, mark)` reports progress: a mark different from the last one.
+    `server()` reports on the run server; None without one. `loops`: by name, tasks that run as long as a coordinator;
+    an error of one ends the run. `engines`: None unless engines and ranks share devices.
     """
 
     queue: ActorClient[MessageQueue]

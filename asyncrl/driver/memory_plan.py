@@ -1,4 +1,4 @@
-"""Whether trainer ranks and replicas fit into their GPUs, by arithmetic, and which layout does where they do not."""
+"""Whether trainer ranks and replicas fit into their GPUs, by arithmetic, and which layouts would fit otherwise."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from asyncrl.types import ModelFacts
 GIB = 1 << 30
 SMI_TIMEOUT_S = 20.0
 RESERVED_BYTES = 3 * GIB
-"""What CUDA, NCCL and an allocator's gaps take of a GPU beside a rank's tensors."""
+"""GPU memory of CUDA, NCCL and allocator fragmentation, in addition to a rank's tensors."""
 ENGINE_BYTES = 2 * GIB
-"""What an engine's passes take beside weights and cache."""
+"""Memory of an engine's forward passes, in addition to weights and cache."""
 _OTHER_GPU = "; or ray.gpu_memory_gib, if the GPUs have more"
 MOST_RANKS, MOST_SPLIT = 64, 64
-"""Times as many ranks, and ranks of a replica, that are tried."""
+"""Largest factors tried for the number of ranks and for the split of a replica."""
 
 
 def gpu_bytes(recipe: Recipe) -> int | None:
-    """Memory of the smallest GPU that processes of the run may get; None where it is not known."""
+    """Memory of the smallest GPU that the run may get; None if unknown."""
     if recipe.ray.gpu_memory_gib is not None:
         return int(recipe.ray.gpu_memory_gib * GIB)
     program = shutil.which("nvidia-smi")
@@ -42,12 +42,13 @@ def gpu_bytes(recipe: Recipe) -> int | None:
         gpus = [[word.strip() for word in line.split(",")] for line in told.splitlines()]
         chosen = visible_gpus()
         return min((int(size) << 20 for *names, size in gpus if chosen is None or {*names} & chosen), default=None)
-    except (OSError, ValueError, subprocess.SubprocessError):  # a plan goes on without it
+    except (OSError, ValueError, subprocess.SubprocessError):  # the plan then omits the check
         return None
 
 
 def ranks_memory(recipe: Recipe, facts: ModelFacts, trainer: TrainerConfig | None = None) -> list[RankMemory] | None:
-    """Of the recipe's trainer, or of another one; None where the model's config or the backend does not say enough."""
+    """Memory per rank of the recipe's trainer, or of `trainer`; None if the model's config or the backend does not say
+    enough."""
     tensors, algorithm = model_tensors(facts), recipe.algorithm
     if tensors is None:
         return None
@@ -63,7 +64,7 @@ def ranks_memory(recipe: Recipe, facts: ModelFacts, trainer: TrainerConfig | Non
 
 
 def served_bytes(recipe: Recipe, facts: ModelFacts) -> int | None:
-    """Weights of a replica, and of a whole publish; None where the model's config does not say enough."""
+    """Bytes of a replica's weights, and of a whole publish; None if the model's config does not say enough."""
     tensors = model_tensors(facts)
     return None if tensors is None else _itemsize(recipe) * sum(map(prod, tensors.values()))
 
@@ -73,8 +74,8 @@ def _itemsize(recipe: Recipe) -> int:
 
 
 def check_memory_fits(recipe: Recipe, facts: ModelFacts, gpu: int | None) -> None:
-    """Raises ConfigError: a trainer rank or a replica does not fit into a GPU of `gpu` bytes. The error names the
-    nearest layouts that do."""
+    """Raises ConfigError if a trainer rank or a replica does not fit into a GPU of `gpu` bytes. The error names the
+    nearest layouts that fit."""
     tensors = model_tensors(facts)
     if gpu is None or tensors is None:
         return
@@ -95,7 +96,7 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
     room = int(gpu * share) - RESERVED_BYTES - 2 * recipe.weights.bucket_bytes
 
     def needed(trainer: TrainerConfig) -> int | None:
-        """At the peak; where that is not estimated, what a rank holds before any pass."""
+        """Peak bytes of a rank; without an estimate of the peak, the bytes held before any pass."""
         found = ranks_memory(recipe, facts, trainer) or ()
         return max((memory.total if memory.peak is None else memory.peak for memory in found), default=None)
 
@@ -103,6 +104,7 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
     if present is None or present <= room:
         return
     at = "at its peak" if recipe.trainer.backend == "fsdp" else "before activations"
+    # Too large: collect, for each number of ranks, the nearest layout that fits.
     fitting: dict[int, str] = {}
     trajectories = recipe.batch.groups_per_step * recipe.batch.group_size
     for words, trainer in _layouts(recipe.trainer):
@@ -128,7 +130,7 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
 
 
 def _layouts(trainer: TrainerConfig) -> Iterator[tuple[str, TrainerConfig]]:
-    """Other layouts, nearest first, with the words that set them: less memory, rows or matrices that are shared, more
+    """Other layouts and the settings that select them, nearest first: less memory, shared rows or matrices, more
     ranks."""
     times, backend = 1, trainer.backend
     present = getattr(trainer, backend)
@@ -139,7 +141,7 @@ def _layouts(trainer: TrainerConfig) -> Iterator[tuple[str, TrainerConfig]]:
             words |= {f"trainer.{backend}.{key}": _word(getattr(other, key)) for key in _changed(present, other)}
             try:
                 found = replace(trainer, num_ranks=ranks, **{backend: other})
-            except ConfigError:  # its ranks do not divide: that of experts, for one
+            except ConfigError:  # the ranks do not divide, e.g. by the expert-parallel size
                 continue
             if words:
                 yield " ".join(f"{key}={value}" for key, value in words.items()), found
@@ -159,13 +161,13 @@ def _fsdp(trainer: TrainerConfig, ranks: int) -> Iterator[FsdpConfig]:
             activation_checkpointing=recomputes,
             offload_optimizer=offloads,
             reduce_every_microbatch=True,
-            # more copies would hold no less each
+            # With more ranks, more copies of the model would not save memory per rank.
             shard_ranks=fsdp.shard_ranks if ranks == trainer.num_ranks else None,
         )
 
 
 def _megatron(trainer: TrainerConfig, ranks: int) -> Iterator[MegatronConfig]:
-    """Of more tensor-parallel ranks, then of more stages: those that divide `ranks`."""
+    """Layouts with more tensor-parallel ranks, then more stages, whose sizes divide `ranks`."""
     megatron = trainer.megatron
     powers = [2**n for n in range(MOST_SPLIT.bit_length())]
     for stages, split in product(powers, powers):
@@ -175,7 +177,7 @@ def _megatron(trainer: TrainerConfig, ranks: int) -> Iterator[MegatronConfig]:
 
 
 def _shared(fsdp: FsdpConfig, ranks: int) -> Iterator[int]:
-    """How many of `ranks` may share a row: as many as now, or times as many, where its attention can."""
+    """Possible numbers of ranks that share a row: the present one, doubled while its attention allows."""
     shared = fsdp.context_parallel
     while ranks % shared == 0 and (shared == 1 or fsdp.attention != "flash_attention_2"):
         yield shared
@@ -208,6 +210,7 @@ def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape],
     room = gpu * (DEFAULT_MEMORY_SHARE if share is None else share)
     workers = settings.num_workers
 
+    # Bytes per worker: (weights + cache of one full sequence) / split + ENGINE_BYTES.
     def needed(split: int) -> float:
         return (weights + cache) / split + ENGINE_BYTES
 

@@ -1,7 +1,7 @@
 """Prepares the next step while the present one trains: its plan, and its groups in the memory of the trainer ranks.
 
-It decides nothing. The lease says what a step trains. Where that is not what was foreseen, the plan is made anew and
-the ranks fetch what they lack.
+Only the lease decides what a step trains. If it differs from the prepared groups, the plan is recomputed and the ranks
+fetch the missing groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NextStep:
         self._foreseen: tuple[LeaseManifest, float, tuple[RankPlan, ...]] | None = None
 
     def begin(self, step: int, correction_bounds: float) -> None:
-        """Called while the step before trains, after `end`.
+        """Begins the preparation while the previous step trains, after `end`.
 
         Args:
             step: `global_steps` when the foreseen step starts.
@@ -38,7 +38,7 @@ class NextStep:
         self._task = asyncio.create_task(self._prepare(step, correction_bounds), name=f"preparing step {step + 1}")
 
     async def end(self) -> None:
-        """Ends the wait for groups that are not ready. Raises what preparing the step raised: the queue or a rank is
+        """Ends the wait for groups that are not ready. Raises the error of the preparation: the queue or a rank is
         gone."""
         if (task := self._task) is not None:
             task.cancel()
@@ -51,7 +51,7 @@ class NextStep:
         await end(self._task)
 
     def plans(self, manifest: LeaseManifest, correction_bounds: float) -> tuple[RankPlan, ...]:
-        """The plans of the leased step, of `StepPlanner.plan`."""
+        """The plans of the leased step: the prepared ones if they match, else of `StepPlanner.plan`."""
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is not None:
             before, bounds, plans = foreseen
@@ -61,10 +61,10 @@ class NextStep:
 
     async def _prepare(self, step: int, correction_bounds: float) -> None:
         """Consumes: the groups that `step` would lease now.
-        Produces: its plan; those groups in the memory of the ranks that would train them.
-        Waits for: these groups, in long polls; the ranks, each for the queue.
+        Produces: its plan; its groups in the memory of the ranks that would train them.
+        Waits for: the groups, in long polls; the ranks, each for the queue.
         Unblocked by: puts of the rollouter.
-        Stops when: it is done, or the present step has been trained.
+        Stops when: the preparation is done, or the present step has been trained.
         """
         while not (groups := await self._parts.queue.call(POLL_TIMEOUT_S, MessageQueue.foresee, step, POLL_S)):
             pass

@@ -1,4 +1,4 @@
-"""Applies the off-policy guard to a run: reads the metrics of each step, carries out what the rules decide."""
+"""Applies the off-policy guard to a run: reads the metrics of each step and carries out the decisions."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 class GuardLoop:
-    """Owns the state of the guard between two steps. With `staleness.guard=off` it does nothing."""
+    """Owns the guard's state between steps. Does nothing with `staleness.guard=off`."""
 
     def __init__(self, recipe: Recipe, queue: ActorClient[MessageQueue], events: EventLog) -> None:
         self._config, self._mode = recipe.staleness.guard_rules, recipe.staleness.guard
         self._queue, self._events, self._max_lag = queue, events, recipe.max_lag
         self._rules = OffPolicyGuard.of(recipe)
         self.state = None if self._mode == "off" else self._rules.begin()
-        """For the checkpoint. With watch: as if the guard had acted."""
+        """Saved in checkpoints. With `watch`: the state as if the guard had acted."""
         self._stopped: RunFailed | None = None
 
     @property
     def limit(self) -> int:
-        """The limit on the lag that holds now."""
+        """The present limit on the lag."""
         return self.state.limit if self._acts and self.state is not None else self._max_lag
 
     @property
@@ -42,11 +42,11 @@ class GuardLoop:
 
     @property
     def has_stopped(self) -> bool:
-        """The run is to end after this step, with a checkpoint."""
+        """True if the run must end after this step, with a checkpoint."""
         return self._stopped is not None
 
     async def resume(self, saved: GuardState | None, step: int) -> None:
-        """Continues with the state of a checkpoint; the queue has the limit of the recipe so far."""
+        """Continues with a checkpoint's state; until now the queue has the recipe's limit."""
         if self.state is None:
             return
         self.state = self._rules.begin(saved)
@@ -54,8 +54,8 @@ class GuardLoop:
             await self._carry_out(step, GuardDecision("resumed", self.state.limit, "the checkpoint has this limit"))
 
     async def after_step(self, step: int, record: Record) -> tuple[dict[str, float], LedgerCounts | None]:
-        """Looks at the metrics of `step`, which is committed, and acts. Returns the metrics of the guard, and where the
-        queue was called the counts of its ledger."""
+        """Reads the metrics of the committed `step`, and acts. Returns the guard's metrics, and the ledger's counts if
+        the queue was called."""
         if self.state is None:
             return {}, None
         reading = self._rules.read(record)
@@ -70,7 +70,7 @@ class GuardLoop:
         return metrics, counts
 
     def raise_if_stopped(self) -> None:
-        """Raises RunFailed with the reason: the guard has stopped the run, and its last checkpoint is written."""
+        """Raises RunFailed with the reason if the guard has stopped the run; the last checkpoint is written."""
         if self._stopped is not None:
             raise self._stopped
 
@@ -79,8 +79,8 @@ class GuardLoop:
         return self._mode == "act"
 
     async def _carry_out(self, step: int, decision: GuardDecision) -> LedgerCounts | None:
-        """Records the decision, and with `act` carries it out. The event comes first: what the queue does then is
-        explained by it."""
+        """Records the decision, and with `act` carries it out. The event comes first because it explains what the queue
+        then does."""
         self._events.write(GuardChanged(step, decision.action, decision.limit, self._acts, decision.reason))
         would = "" if self._acts else " (watch: nothing is done)"
         logger.warning(

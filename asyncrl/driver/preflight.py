@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a recipe, checked before any process starts."""
+"""Checks everything that can be wrong with a recipe before any process starts."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ TURNS = {
     "one_step_off": "generate until a step has its groups, sleep, train, publish and wake; the other groups, up to as "
     "many again, go on under the new weights",
 }
-"""Mode -> the phases of a colocated run, which repeat."""
+"""Mode -> the repeating phases of a colocated run."""
 PLACES = {"torch": "num_slots", "vllm": "max_num_seqs", "sglang": "max_running_requests"}
-"""Engine -> the setting that says how many requests a replica decodes at once."""
+"""Engine -> the setting for the number of requests that a replica decodes concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What was found. `facts`: of the policy's model. `train` and `held_out` hold the prompts; None where only a hub
-    name is known so far. `notes`: what could not be checked, and what a user may have overlooked."""
+    """Findings of the preflight. `facts`: of the policy's model. `train` and `held_out`: the prompts; None while only a
+    hub name is known. `notes`: what could not be checked, and what a user may have overlooked."""
 
     facts: ModelFacts
     train: TrainingSet | None
@@ -79,16 +79,16 @@ class Preflight:
 
 
 def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Preflight:
-    """Reads model files, tokenizer and every row of every dataset, and has the built-in rewards look at each. Starts
-    nothing but an empty program in the sandbox, where programs of the policy will run, and MCP servers to list their
-    tools.
+    """Reads model files, tokenizer and every row of every dataset, and has the built-in rewards look at each row.
+    Starts only an empty program in the sandbox of the policy's programs, and MCP servers to list their tools.
 
     Args:
-        use_hub: look hub names up, which downloads tokenizer and data; False leaves them unchecked and says so.
-        trains: False leaves the training data alone.
+        use_hub: look hub names up, which downloads tokenizer and data; False leaves them unchecked, with a note.
+        trains: False skips the training data.
 
     Raises ConfigError, DataError naming the key, file or row.
     """
+    # Checks that need no model first: they fail fastest.
     _check_places(recipe, trains=trains)
     check_environment(recipe)
     build_reward(recipe.reward)
@@ -96,6 +96,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     notes: list[str] = []
     facts = check_model(recipe.model.path)
     renderer = None
+    # A hub model is checked below, once its facts are known.
     if facts.is_local or not use_hub:
         _check_processes(recipe, facts, trains=trains)
     sampling = recipe.rollout.sampling
@@ -132,6 +133,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
             return None
         return render_rows(rows, renderer, recipe.data.max_prompt_tokens, recipe.data.on_long_prompt)
 
+    # Data and rewards: every row is read and, if there is a tokenizer, rendered.
     notes += _sandbox_notes(recipe)
     train = training_prompts(recipe.data, renderer, may_read) if trains else None
     if train is not None:
@@ -142,8 +144,8 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
 
 
 def check_server(serve: ServeSection, key: str | None) -> None:
-    """Binds the address of the server of the run for a moment. Raises ConfigError: it is taken, not of this machine, or
-    open to others without a key."""
+    """Briefly binds the run server's address. Raises ConfigError if it is taken, not of this machine, or open to other
+    machines without a key."""
     if not serve.enabled:
         return
     check_key(key, asked="ASYNCRL_API_KEY", do="choose a key of ASCII characters, or unset the variable")
@@ -157,7 +159,7 @@ def check_server(serve: ServeSection, key: str | None) -> None:
 
 
 def _check_places(recipe: Recipe, *, trains: bool) -> None:
-    """Raises ConfigError: no run can be written there, or object storage for publishes cannot be used from here."""
+    """Raises ConfigError if the run directory, or the object storage for publishes, cannot be used from here."""
     require_mounted({"run.dir": recipe.run.dir})
     if trains and recipe.weights.transport == "disk" and is_url(recipe.weights.disk_directory):
         check_store(recipe.weights.disk_directory)
@@ -189,14 +191,14 @@ def hub_names(recipe: Recipe) -> list[str]:
 
 
 def hub_models(recipe: Recipe) -> list[tuple[str, str | None]]:
-    """Name and revision of the models that the processes of a run take from the hub."""
+    """Name and revision of the models that the run's processes take from the hub."""
     models = [(recipe.model.path, recipe.model.revision), *((path, None) for path in _other_models(recipe).values())]
     models += [(pool.model.path, pool.revision) for pool, _ in recipe.pools.values()]
     return [(path, revision) for path, revision in models if is_hub_model(path)]
 
 
 def _other_models(recipe: Recipe) -> dict[str, str]:
-    """Key of the recipe -> path of a model beside the policy's own."""
+    """Key of the recipe -> path of a model other than the policy's."""
     algorithm = recipe.algorithm
     named = {"algorithm.kl.path": algorithm.kl.path if algorithm.needs_reference else None}
     named["algorithm.critic.path"] = algorithm.critic.path if algorithm.needs_critic else None
@@ -204,8 +206,8 @@ def _other_models(recipe: Recipe) -> dict[str, str]:
 
 
 def _check_other_models(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub: bool) -> list[str]:
-    """Notes on what could not be checked. Raises ConfigError: a reference or a critic is not there, or reads other
-    tokens."""
+    """Notes on unchecked models. Raises ConfigError if a reference or a critic is missing, or has a different
+    tokenizer."""
     own, notes = recipe.model.path, []
     for key, path in _other_models(recipe).items():
         facts = check_model(path, key)
@@ -224,8 +226,8 @@ def _check_other_models(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, u
 
 
 def _check_pools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub: bool) -> list[str]:
-    """Notes on what could not be checked. Raises ConfigError: the model of a pool is not there, cannot be served as the
-    recipe says, or is a teacher that reads other tokens than the policy."""
+    """Notes on unchecked models. Raises ConfigError if the model of a pool is missing, cannot be served as configured,
+    or is a teacher with a different tokenizer than the policy."""
     notes = []
     for key, (pool, replicas) in recipe.pools.items():
         path = pool.model.path
@@ -270,7 +272,8 @@ def _dropped_notes(train: TrainingSet) -> list[str]:
 
 
 def _sandbox_notes(recipe: Recipe) -> list[str]:
-    """What confines programs here. Raises ConfigError: none can run, or less confines them than the recipe allows."""
+    """Notes on the confinement of programs. Raises ConfigError if none can run, or confinement is weaker than the
+    recipe allows."""
     tools, users = recipe.rollout.tool_use, {}
     if "code" in recipe.reward.names:
         users["reward code"] = "reward.code", recipe.reward.code.allow_basic_sandbox
@@ -292,7 +295,7 @@ def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[st
 
 
 def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = True) -> None:
-    """Raises ConfigError when the chosen engine or a metric sink cannot run in this environment. `missing_ok`: packages
+    """Raises ConfigError if the chosen engine or a metric sink cannot run in this environment. `missing_ok`: packages
     may be missing. `trains`: there will be trainer ranks."""
     for sink in recipe.observability.sinks:
         require(
@@ -319,7 +322,7 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = T
 
 
 def sees_gpus(recipe: Recipe) -> bool:
-    """True where Ray will find NVIDIA GPUs: its cluster is this machine, which has some that are not hidden."""
+    """True if Ray will find NVIDIA GPUs: its cluster is this machine, with GPUs that are not hidden."""
     hidden = visible_gpus() in (frozenset(), frozenset({"-1"}))
     return not hidden and NVIDIA_GPU.exists() and joined_address(recipe.ray.address) is None
 
@@ -329,8 +332,10 @@ def _is_cpu_build() -> bool:
 
 
 def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
-    """The resolved plan: (label, text) of each line. A note is what may be overlooked, advice what would be faster."""
+    """The resolved plan: (label, text) of each line. Notes are easily overlooked facts; advice would speed up the
+    run."""
     batch, rollout, trainer = recipe.batch, recipe.rollout, recipe.trainer
+    # The run's shape: mode, placement, batch, rollout, trainer, devices.
     slots = (recipe.max_lag + 1) * batch.groups_per_step
     trajectories = batch.groups_per_step * batch.group_size
     workers = rollout.settings.num_workers
@@ -374,6 +379,7 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
         yield "layout", layout
     yield from trainer_plan(_placed(recipe), found.facts)
     yield from _describe_server(recipe)
+    # The task: penalties, prompts and how often each is trained, held-out sets.
     overlong = recipe.algorithm.overlong
     if overlong.buffer_tokens and overlong.penalty:
         longest = recipe.longest_response_tokens
@@ -411,7 +417,7 @@ def _ratio_notes(recipe: Recipe) -> list[str]:
 
 
 def _placed(recipe: Recipe) -> Recipe:
-    """As a run would place it, with GPUs for all that may have some, unless the CPUs of this machine compute."""
+    """The recipe with devices resolved: GPUs for all processes that may use one, unless this machine's CPUs compute."""
     demand, here = Demand.of(recipe), computes_here(recipe)
     return recipe.placed(
         ranks_on_gpus=not here and demand.rank_gpus > 0,
@@ -421,13 +427,13 @@ def _placed(recipe: Recipe) -> Recipe:
 
 
 def computes_here(recipe: Recipe) -> bool:
-    """True where the CPUs of this machine compute."""
+    """True if the CPUs of this machine compute."""
     on_gpus = recipe.trainer.device.startswith("cuda") or gpu_bytes(recipe) is not None
     return not on_gpus and joined_address(recipe.ray.address) is None
 
 
 def _layout(trainer: TrainerConfig) -> str:
-    """Which ranks share a plan, where some do."""
+    """Which ranks share a plan; empty if none do."""
     plans, megatron = trainer.layout.num_plans, trainer.megatron
     if trainer.backend == "megatron":
         return (
@@ -479,11 +485,10 @@ def _describe_sources(train: TrainingSet | None, num_groups: int) -> Iterator[tu
 
 
 def advice(recipe: Recipe, *, cores: int | None) -> Iterator[str]:
-    """What the plan of a run advises, each with its reason: where processes would wait for cores, or responses for
-    places. `cores`: of the machine whose CPUs compute; None: ranks and replicas have GPUs, or are on
-    other machines."""
+    """Advice on the run, each line with its reason: processes would wait for cores, or responses for places. `cores`:
+    of the machine whose CPUs compute; None: ranks and replicas have GPUs, or run on other machines."""
     if recipe.rollout.engine not in PLACES:
-        return  # servers that run already
+        return  # the servers are already running
     if cores is not None:
         yield from _too_many_replicas(recipe, cores)
     yield from _too_few_places(recipe)

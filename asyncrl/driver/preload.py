@@ -1,4 +1,4 @@
-"""What the fork server of a run, of an evaluation or of a fleet imports, and where there is one."""
+"""Chooses the modules that the fork server of a run, an evaluation or a fleet imports, and starts it if useful."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.trainer.backends import BACKENDS
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
 OF_RAY = ("jsonschema", "requests", "msgpack", "uvloop", "google.protobuf")
-"""What Ray imports: half of the time of its own import, which is each process's own."""
+"""Dependencies of Ray: half of the time of Ray's own import, which stays in each process."""
 
 OF_RANKS = (
     "asyncrl.trainer.trainer_worker",
@@ -22,11 +22,11 @@ OF_RANKS = (
     "asyncrl.trainer.host_copies",
     "asyncrl.weights.encodings.delta_encoder",
 )
-"""A trainer rank, and what its class imports in a rank's process only."""
+"""The class of a trainer rank, and the modules that only its process imports."""
 
 
 def start_preloading(forks: ForkServer, recipe: Recipe, *, trains: bool = True) -> None:
-    """Starts the server where Ray is started here. `trains`: False where there are replicas alone."""
+    """Starts the fork server, unless the run joins a cluster. `trains`: False if there are only replicas."""
     if joined_address(recipe.ray.address) is not None:
         return
     engine = ENGINES[recipe.rollout.engine]

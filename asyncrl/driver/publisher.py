@@ -1,6 +1,6 @@
-"""Publishes what the trainer has made: while training waits, or from a snapshot beside the next step.
+"""Publishes the trainer's weights: while training waits, or from a snapshot during the next step.
 
-A publish beside training ends before its next step is committed. Every version is therefore published while it is the
+A publish during training ends before that next step is committed. Every version is therefore published while it is the
 newest, and the lag of a token is counted as if training had waited.
 """
 
@@ -22,19 +22,19 @@ from asyncrl.types.events import WeightsPublished
 from asyncrl.types.metrics import Metric
 
 Published = tuple[LedgerCounts, Sequence[ReplicaStats]]
-"""Counts of the ledger and statistics of the replicas after a publish."""
+"""Ledger counts and replica statistics after a publish."""
 
 
 class Publisher:
-    """Owns the published version and the publish in progress beside training, of which there is at most one."""
+    """Owns the published version and the publish in progress during training, at most one."""
 
     def __init__(
         self, recipe: Recipe, parts: Parts, *, clock: Callable[[], StepClock], shares: ReplicaShares, turns: Turns
     ) -> None:
         """
         Args:
-            clock: returns the clock of the run; the time that training waits is booked there.
-            shares: is told how long replicas were held up.
+            clock: returns the run's clock, where the trainer's waiting is booked.
+            shares: is told how long replicas were paused.
             turns: gives the devices back to the engines.
         """
         self._recipe, self._parts, self._turns = recipe, parts, turns
@@ -45,13 +45,13 @@ class Publisher:
 
     @property
     def version(self) -> int:
-        """The newest version that was published; -1: none."""
+        """The newest published version; -1: none."""
         return self._version
 
     async def publish(self, step: int, before: Sequence[ReplicaStats] | None = None) -> Published:
-        """Publishes the weights of `step`, the newest, as that version. `before`: statistics of the replicas now.
+        """Publishes the weights of `step`, the newest, as that version. `before`: present statistics of the replicas.
 
-        Raises what `CheckpointEngine.publish` raises.
+        Raises like `CheckpointEngine.publish`.
         """
         with self._clock().time.during(Metric.TRAINER_PUBLISH):
             await self._end()
@@ -60,24 +60,24 @@ class Publisher:
             return await self._send(step, before)
 
     def begin(self, step: int) -> None:
-        """Begins to publish the copy that the trainer has made of the weights of `step`, which is committed. `settle`
-        must be called before that copy, and before the next step is committed."""
+        """Begins to publish the trainer's copy of the weights of the committed `step`. Call `settle` before the next
+        copy and the next commit."""
         assert self._beside is None, "the publish before it has ended"
         self._beside = asyncio.create_task(self._send(step, None), name=f"publish of version {step}")
 
     async def settle(self) -> None:
-        """Returns when no publish is in progress beside training. Raises what it raised."""
+        """Returns when no publish runs during training. Raises its error."""
         with self._clock().time.during(Metric.TRAINER_PUBLISH):
             await self._end()
 
     def check(self) -> None:
-        """Raises the error of a publish beside training that has failed."""
+        """Raises the error of a failed publish during training."""
         if self._beside is not None and self._beside.done():
             beside, self._beside = self._beside, None
             beside.result()
 
     async def catch_up(self, step: int) -> None:
-        """Publishes to the newcomers. When the weights of `step` are not published yet, all replicas get them: the
+        """Publishes to the newcomers. If the weights of `step` are not published yet, all replicas get them: the
         trainer has no others."""
         await self.settle()
         if self._version != step:
@@ -89,13 +89,13 @@ class Publisher:
             self._record(step, report)
 
     def take(self) -> list[PublishReport]:
-        """The reports of the publishes to all replicas that have ended since the last call."""
+        """Reports of publishes to all replicas that ended since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
     async def close(self) -> None:
-        """Cancels the publish in progress, and logs an error of it that nobody has met. The replicas' gates stay
-        closed; the run is at its end."""
+        """Cancels the publish in progress, and logs an error that nobody has seen. The replicas' gates stay closed: the
+        run is ending."""
         await end(self._beside)
 
     async def _end(self) -> None:

@@ -14,8 +14,8 @@ The driver's process runs the coordinator; MessageQueue, Rollouter, Replica and 
 by handles of `driver/actors.py` for the whole run. Control carries ids, lengths, rewards and versions; tokens go from
 the rollouter to the queue and from there to the trainer rank that needs them.
 
-A coordinator lives as long as its queue and its trainer ranks. When one of these dies, the run starts new ones, and
-another coordinator resumes from the newest intact checkpoint. Replicas and the rollouter are replaced under a running
+A coordinator lives as long as its queue and its trainer ranks. If one of these dies, the run starts new ones, and a new
+coordinator resumes from the newest intact checkpoint. Replicas and rollouters are replaced under a running
 coordinator. SIGINT and SIGTERM end the run after the step in progress, with a checkpoint (`Coordinator.stop`).
 """
 
@@ -75,12 +75,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STALL_GRACE_S = 30.0
-"""What a stalled run may take to end by itself, before its processes are killed."""
+"""Longest time for a stalled run to end by itself before its processes are killed."""
 
 
 def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> RunResult:
-    """Runs to the end or to a signal. Raises the first error that no restart can repair, after everything was shut
-    down. `forks`: a server that has started for this run, if any."""
+    """Runs to the end or to a signal. Raises the first error that no restart can repair, after shutting everything
+    down. `forks`: a fork server started for this run, if any."""
     sinks = build_sinks(spec.recipe, spec.written, spec.name, spec.directory.path)
     settings = spec.recipe.ray
     with (
@@ -102,7 +102,7 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
 
 
 class _Run:
-    """One process of a run, from the start of its actors to their end."""
+    """One process of a run, from the start of its actors to their exit."""
 
     def __init__(self, spec: RunSpec, console: Console, cluster: Cluster, places: Places, metrics: MetricsLog) -> None:
         self._spec, self._cluster, self._metrics = spec, cluster, metrics
@@ -132,14 +132,14 @@ class _Run:
                 return RunResult(0, self._signals[0])
             self._write_start()
             gc.collect()
-            gc.freeze()  # objects of the start-up live as long as the process: no collection has to visit them
+            gc.freeze()  # start-up objects live as long as the process: collections need not visit them
             watchdog = Watchdog(self._recipe.stall_timeout_s, self._on_stall)
             step, complete = await self._unless_stalled(self._train(watchdog))
             return RunResult(step, None if complete or not self._signals else self._signals[0])
         except Exception as error:
             named = self._as_storage_error(error)
             self._write_fault(named)
-            if not isinstance(named, Stalled):  # that one has its report
+            if not isinstance(named, Stalled):  # a stall has already written its report
                 await self._report(named)
             if named is error:
                 raise
@@ -164,8 +164,8 @@ class _Run:
         Unblocked by: the end of a coordinator, a signal, the watchdog.
         Stops when: the run is complete or stopped, an error cannot be repaired, or `recovery.max_restarts` is spent.
 
-        Returns the last step, and True when it is the last step of the run. Raises errors that no restart can repair;
-        RunFailed when the training side was lost too often.
+        Returns the last step, and True if it is the last step of the run. Raises errors that no restart can repair, and
+        RunFailed if the training side was lost too often.
         """
         recovery = self._recipe.recovery
         budget = RestartBudget(recovery.max_restarts, recovery.window_s)
@@ -175,6 +175,7 @@ class _Run:
         while True:
             coordinator = Coordinator(self._recipe, self._parts(watchdog), start_from, elapsed_s=elapsed_s)
             self._coordinator = coordinator
+            # A signal may have come between two coordinators.
             if self._stopped.is_set():
                 coordinator.stop()
             try:
@@ -196,6 +197,7 @@ class _Run:
             if not await self._restart(lost, coordinator.step, budget):
                 return self._interrupted(coordinator.step)
             watchdog.saw("restart", budget.total)
+            # Before `restored` nothing was trained: the checkpoint chosen at the start still counts.
             if coordinator.restored:  # before that, the checkpoint that the user asked for is still the one to use
                 start_from = await asyncio.to_thread(self._checkpoints.latest) or self._spec.start_from
                 if start_from is not None:
@@ -210,7 +212,7 @@ class _Run:
         return step, False
 
     async def _restart(self, lost: AsyncRLError, step: int, budget: RestartBudget) -> bool:
-        """Restarts the training side, as often as the budget allows; False when a signal came first."""
+        """Restarts the training side, as often as the budget allows; False if a signal came first."""
         while True:
             logger.error("%s has failed after step %d; the training side restarts: %s", lost.process, step, lost)
             self._write_loss(lost, step)
@@ -272,7 +274,7 @@ class _Run:
             self._coordinator.stop()
 
     async def _unless_stopped(self, work: Awaitable[None]) -> bool:
-        """Awaits `work`; False when a signal came first, `work` is cancelled then."""
+        """Awaits `work`; if a signal comes first, cancels it and returns False."""
         task, stop = asyncio.ensure_future(work), asyncio.create_task(self._stopped.wait())
         try:
             await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -287,7 +289,7 @@ class _Run:
         return True
 
     async def _unless_stalled(self, work: Awaitable[T]) -> T:
-        """The result of `work`, or the error of the watchdog."""
+        """The result of `work`; raises the watchdog's error."""
         task = asyncio.ensure_future(work)
         await asyncio.wait([task, self._stalled], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -304,7 +306,7 @@ class _Run:
         return unwritable(Path(error.filename or self._spec.directory.path), error)
 
     def _write_start(self) -> None:
-        """Writes the start event, with the limits that the audit checks: they cannot be changed afterwards."""
+        """Writes the start event, with the limits that the audit checks: they cannot change later."""
         recipe = self._recipe
         self._events.write(
             RunStarted(
@@ -368,7 +370,7 @@ class _Run:
             os._exit(Stalled.exit_code)
 
     def _leave(self) -> None:
-        """Ends the process when a thread hangs, in a dead file system for example: asyncio would wait forever."""
+        """Ends the process if a thread hangs, for example in a dead file system: asyncio would wait forever."""
         if not self.left.wait(STALL_GRACE_S):
             logger.critical("a thread does not end; the process does")
             os._exit(Stalled.exit_code)
@@ -382,15 +384,15 @@ def _step_of(checkpoint: Path | None) -> int:
     return read_state(checkpoint).global_steps if checkpoint is not None else 0
 
 
-# Notices that a run makes no progress, even when the event loop itself hangs: it runs in a thread of its own.
+# Detects a run without progress, even if the event loop hangs: it runs in its own thread.
 
 
 SLEPT_S = 5.0
-"""A pause that lasts this much longer than asked means that the whole process did not run: no stall is counted then."""
+"""A pause longer than requested by this much means that the whole process was stopped: that is not a stall."""
 
 
 class Watchdog:
-    """Owns the thread that watches, and the time of the last progress."""
+    """Owns the watching thread and the time of the last progress."""
 
     def __init__(self, timeout_s: float, on_stall: Callable[[float], None]) -> None:
         """`on_stall`: called once, in the watchdog's thread, with the seconds since the last progress."""
@@ -403,24 +405,24 @@ class Watchdog:
         self._thread.start()
 
     def saw(self, name: str, mark: Hashable) -> None:
-        """Counts as progress when `mark` differs from the last one under this name."""
+        """Counts as progress if `mark` differs from the last one under this name."""
         if self._marks.get(name, self) != mark:
             self._marks[name] = mark
             self._last = time.monotonic()
 
     def close(self) -> None:
-        """Ends it. Idempotent; may be called from `on_stall`."""
+        """Ends the thread. Idempotent; may be called from `on_stall`."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
     def _watch(self) -> None:
-        """Calls `on_stall` when there was no progress for `timeout_s`.
+        """Calls `on_stall` if there was no progress for `timeout_s`.
 
         Consumes: marks of progress.
         Produces: one call of `on_stall`, which writes the stacks of all processes and ends the run.
         Waits for: time only.
-        Unblocked by: nothing; it needs no other thread.
+        Unblocked by: nothing; it depends on no other thread.
         Stops when: `close` is called, or `on_stall` has returned.
         """
         pause_s = min(1.0, self._timeout_s / 4)

@@ -1,4 +1,4 @@
-"""What a run is asked to do, and how it ended."""
+"""Input and result of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from asyncrl.data.training_set import TrainingSet
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A run that has been checked. `start_from`: the checkpoint to go on from, if any. `written`: the recipe as others
-    may read it; `hide`: for all other texts that they may read. `serving_key`: of the clients of `rollout.serve`."""
+    """A checked run. `start_from`: checkpoint to continue from, if any. `written`: the recipe without secrets; `hide`:
+    removes secrets from all other texts. `serving_key`: of the clients of `rollout.serve`."""
 
     recipe: Recipe
     name: str
@@ -32,7 +32,7 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """`signal`: the number of the signal that ended the run early, None when it reached `run.max_steps`."""
+    """`signal`: number of the signal that ended the run early; None if it reached `run.max_steps`."""
 
     step: int
     signal: int | None

@@ -1,7 +1,7 @@
-"""Requests to a run for another number of replicas: a file in the run directory, which the driver answers with another.
+"""Requests to a run for another number of replicas: a file in the run directory, which the driver answers by a file.
 
-Who may write to the run directory may ask. `ID.request.json` holds the number, or null for the fleet as it is, and the
-time after which nobody waits for an answer; `ID.answer.json` holds the fleet, or why the run cannot have so many.
+Whoever may write to the run directory may ask. `ID.request.json` holds the number (null: only report the fleet) and the
+time when the caller stops waiting; `ID.answer.json` holds the fleet, or the reason for the refusal.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from asyncrl.types import FleetReport
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""Between two looks of the driver for requests."""
+"""Pause of the driver between two looks for requests."""
 MAX_BYTES = 4096
-"""Of a request; a larger file is none."""
+"""Largest request; a larger file is not a request."""
 REQUEST, ANSWER = ".request.json", ".answer.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleRequest:
-    """`replicas` None: only the fleet is asked for. `until_s`: seconds since the epoch; later nobody waits."""
+    """`replicas` None: only report the fleet. `until_s`: seconds since the epoch when the caller stops waiting."""
 
     replicas: int | None
     until_s: float
 
     @classmethod
     def read(cls, path: Path) -> ScaleRequest:
-        """Raises ConfigError: it is no request."""
+        """Raises ConfigError if the file is not a request."""
         try:
             with path.open("rb") as file:
                 value = json.loads(file.read(MAX_BYTES))
@@ -53,7 +53,7 @@ class ScaleRequest:
 
 
 class ScaleDesk:
-    """The driver's side. Owns the directory of the requests while the run goes on."""
+    """The driver's side. Owns the directory of requests during the run."""
 
     def __init__(self, directory: Path, fleet: FleetSize) -> None:
         self._directory = directory
@@ -62,11 +62,11 @@ class ScaleDesk:
     async def serve(self) -> None:
         """Answers requests.
 
-        Consumes: files of requests. Those that nobody waits for any more are removed.
+        Consumes: request files. Expired ones are removed.
         Produces: files with the answers; new targets of the fleet.
         Waits for: nothing; it looks every half second.
         Unblocked by: a file.
-        Stops when: it is cancelled. Files that cannot be read or written are logged: the run goes on without them.
+        Stops when: cancelled. Files that cannot be read or written are logged; the run goes on without them.
         """
         failing = False
         try:
@@ -90,7 +90,7 @@ class ScaleDesk:
         return sorted(self._directory.glob(f"*{REQUEST}"))
 
     def _answer(self, path: Path) -> dict[str, Any] | None:
-        """None: nobody waits for it any more."""
+        """The answer; None if the request has expired."""
         try:
             request = ScaleRequest.read(path)
             if time.time() > request.until_s:
@@ -103,12 +103,12 @@ class ScaleDesk:
 
 
 def ask(directory: Path, replicas: int | None, timeout_s: float) -> FleetReport:
-    """The command's side: asks the run of this directory of requests, and returns its fleet. A request that is not
-    answered in time is taken back.
+    """The command's side: sends a request to the run and returns its fleet. A request that is not answered in time is
+    withdrawn.
 
     Raises:
-        ConfigError: the run cannot have so many.
-        DeadlineExceeded: nobody answers.
+        ConfigError: the run cannot have this many replicas.
+        DeadlineExceeded: no answer.
         OSError: the directory cannot be written.
     """
     request = directory / f"{uuid.uuid4().hex}{REQUEST}"
@@ -126,6 +126,7 @@ def ask(directory: Path, replicas: int | None, timeout_s: float) -> FleetReport:
             time.sleep(0.05)
         answer = json.loads(answered.read_text(encoding="utf-8"))
     finally:
+        # Also after a timeout: the run must not act on a request that nobody waits for.
         for path in (request, answered):
             path.unlink(missing_ok=True)
     if "error" in answer:
@@ -144,7 +145,7 @@ def _of(request: Path, suffix: str) -> Path:
 
 
 def _replace(path: Path, value: dict[str, Any]) -> None:
-    """Writes a file that appears whole."""
+    """Writes the file atomically."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(value) + "\n", encoding="utf-8")
     part.replace(path)

@@ -1,4 +1,4 @@
-"""Assembles the metrics record of one optimizer step from what each part reports."""
+"""Assembles the metrics record of one optimizer step from the reports of all parts."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ TRAINER_TIME = tuple(metric for metric in Metric if metric.group == "trainer_tim
 
 
 class ReplicaShares:
-    """Turns what the rollouter counts since its start into shares of the time since the last look."""
+    """Turns the rollouter's counts since its start into shares of the time since the last look."""
 
     def __init__(self, num_replicas: Callable[[], int]) -> None:
-        """`num_replicas`: returns how many the run has now."""
+        """`num_replicas`: returns the present number of replicas."""
         self._num_replicas = num_replicas
         self._before: tuple[int, Mapping[str, float]] = (0, {})
         self._paused_s = 0.0
 
     def paused(self, seconds: float) -> None:
-        """A publish held the replicas up for so long. The rollouter sees only that they have requests."""
+        """A publish paused the replicas for this long. The rollouter only sees that they have requests."""
         self._paused_s += seconds * self._num_replicas()
 
     def since_last(self, stats: RolloutStats) -> dict[str, float]:
-        """The metrics `replica_time/` and what follows from them; empty when no time has passed."""
+        """The metrics `replica_time/` and `SPARE_REPLICAS`; empty if no time has passed."""
         pid, before = self._before
         if pid != stats.pid or any(s < before.get(c, 0.0) for c, s in stats.replica_s.items()):
-            before = {}  # another rollouter, or this one has begun to run: it counts from 0
+            before = {}  # a new rollouter, or one that has just begun to run, counts from 0
         spent = {c: s - before.get(c, 0.0) for c, s in stats.replica_s.items()}
         self._before, paused_s, self._paused_s = (stats.pid, stats.replica_s), self._paused_s, 0.0
         if (total := sum(spent.values())) <= 0:
             return {}
+        # The rollouter counts a pause as generating: book it as gate_closed.
         gate_s = min(paused_s, spent["generating"])
         spent["generating"] -= gate_s
         spent["gate_closed"] += gate_s
@@ -68,15 +69,15 @@ class StepClock:
         self._began = time.monotonic() - elapsed_s
         self._marked_at = self._lapped_at = time.monotonic()
         self.time = TimeAccount(Metric.TRAINER_PLANNING)
-        """What the training loop spends its time on; booked by the metrics' names."""
+        """Time of the training loop by cause; the causes are metric names."""
         self.publish_tokens = 0
         """Tokens that the replicas sampled during publishes since the last mark."""
         self.tokens = self.external_tokens = 0
-        """Tokens that the replicas sampled in the last interval, and those of them for clients outside the run."""
+        """Tokens that the replicas sampled in the last interval, and the part for clients outside the run."""
         self.preemptions: int | None = None
-        """Of the engines in the last interval; None: they do not say."""
+        """Preemptions of the engines in the last interval; None if they do not report them."""
         self.decode_steps = 0
-        """Of the engines in the last interval; 0: none, or they do not say."""
+        """Decode steps of the engines in the last interval; 0 also if they do not report them."""
         self._counted: dict[tuple[int, int], tuple[float, int, int, int, int]] = {}
         """Busy seconds, tokens, external tokens, preemptions and decode steps of each replica process at the last
         mark."""
@@ -107,6 +108,7 @@ class StepClock:
             )
             for s in stats
         }
+        # A replica process seen for the first time counts from 0.
         gained = [
             [now_is - was for now_is, was in zip(total, self._counted.get(key, (0.0, 0, 0, 0, 0)), strict=True)]
             for key, total in totals.items()
@@ -120,13 +122,13 @@ class StepClock:
 
 
 def tokens_between(before: Sequence[ReplicaStats], after: Sequence[ReplicaStats]) -> int:
-    """Tokens that the replicas in both lists sampled between them."""
+    """Tokens sampled between the two lists, by replica processes in both."""
     counted = {(s.replica_id, s.pid): s.health.generated_tokens for s in before}
     return sum(s.health.generated_tokens - counted.get((s.replica_id, s.pid), s.health.generated_tokens) for s in after)
 
 
 class StepRecord:
-    """Collects the metrics of one step; `values` is the record when every `of_*` was called."""
+    """Collects the metrics of one step; `values` is complete once every `of_*` was called."""
 
     def __init__(self, step: int, *, max_lag: int = 0, keeps_cache: bool = False) -> None:
         """`keeps_cache`: the KV caches of running requests outlive a publish."""
@@ -170,7 +172,7 @@ class StepRecord:
             self.values[Metric.REWARD_PART.of(name)] = float(np.mean(means))
 
     def _of_lags(self, groups: Sequence[GroupSummary]) -> None:
-        """The metrics `lag/` that the lease knows. The trainer adds those that it sees in the loss."""
+        """The metrics `lag/` of the lease. The trainer adds the ones computed in the loss."""
         for family, parts in (
             (Metric.LAG_TOKENS, [(part.lag, part.tokens) for g in groups for part in g.lags]),
             (Metric.LAG_GAINED_IN_FLIGHT, [(part.in_flight, part.tokens) for g in groups for part in g.lags]),
@@ -182,6 +184,7 @@ class StepRecord:
                 counts[LAG_BUCKETS[lag_bucket(lag)]] += count
             total = max(1, sum(counts.values()))
             self.values |= {family.of(bucket): count / total for bucket, count in counts.items()}
+        # Mean reward by the largest lag of each trajectory's tokens.
         rewards: dict[str, list[float]] = {}
         for g in groups:
             oldest: dict[int, int] = {}
@@ -205,7 +208,7 @@ class StepRecord:
         }
 
     def of_publish(self, *reports: PublishReport) -> None:
-        """`reports`: the publishes that ended in this step; times, bytes and transfers add up."""
+        """`reports`: publishes that ended in this step; times, bytes and transfers are summed."""
         sent = sum(report.sent_bytes for report in reports)
         self.values |= {
             Metric.PUBLISH_TIME: sum(report.publish_s for report in reports),
@@ -225,7 +228,7 @@ class StepRecord:
         self.values |= {Metric.FILTERED_SHARE: shares.filtered, Metric.FAILED_SHARE: shares.failed}
 
     def of_time(self, clock: StepClock, stats: Sequence[ReplicaStats], waited_s: float) -> None:
-        """`waited_s`: how long the trainer waited for groups in this step."""
+        """`waited_s`: seconds that the trainer waited for groups in this step."""
         wall_s, busy_s, tokens = clock.mark(stats)
         self.values |= {
             Metric.TIME: clock.elapsed_s,
@@ -244,7 +247,7 @@ class StepRecord:
         clock.publish_tokens = 0
 
     def of_server(self, report: RunServerReport | None, clock: StepClock) -> None:
-        """After `of_time`. `report` None: the run has no server."""
+        """Call after `of_time`. `report` None: the run has no server."""
         if report is not None:
             self.values |= {
                 Metric.SERVE_UP: float(report.up),
@@ -260,7 +263,7 @@ class StepRecord:
         self.values |= {Metric.WAITS_LONGEST: totals.longest_s, Metric.WAITS_DEADLINE: totals.deadline_used}
 
     def of_processes(self, stats: Sequence[ReplicaStats], health: Mapping[str, float]) -> None:
-        """`health`: what the last health check found, by the names of the metrics."""
+        """`health`: metrics of the last health check."""
         own = os.times()
         self.values |= {
             Metric.CPU_COORDINATOR: own.user + own.system,
@@ -269,16 +272,16 @@ class StepRecord:
         }
 
 
-# Wall time by cause: every second belongs to exactly one. Pure but for the clock.
+# Wall time by cause: every second belongs to exactly one. Pure except for the clock.
 
 
 class TimeAccount:
-    """Books the time of one loop. Owns the cause that runs now and the seconds of each since the last `take`."""
+    """Books the time of one loop. Owns the present cause and the seconds of each cause since the last `take`."""
 
     def __init__(self, otherwise: str, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            otherwise: the cause of the time in which no other one was named.
+            otherwise: cause of time outside of `during`.
         """
         self._cause, self._clock = otherwise, clock
         self._since = clock()
@@ -286,7 +289,7 @@ class TimeAccount:
 
     @contextmanager
     def during(self, cause: str) -> Iterator[None]:
-        """Books the block to `cause`, less what blocks inside it are booked to."""
+        """Books the block to `cause`, except for nested blocks."""
         before = self._switch(cause)
         try:
             yield
@@ -294,14 +297,14 @@ class TimeAccount:
             self._switch(before)
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Books seconds of `source` to `target` after all, at most as many as `source` has."""
+        """Rebooks seconds from `source` to `target`, at most as many as `source` has."""
         self._settle()
         moved = min(seconds, self._seconds.get(source, 0.0))
         self._seconds[source] = self._seconds.get(source, 0.0) - moved
         self._seconds[target] = self._seconds.get(target, 0.0) + moved
 
     def take(self) -> dict[str, float]:
-        """Seconds of each cause since the last call; their sum is the time between the two."""
+        """Seconds of each cause since the last call; they add up to the elapsed time."""
         self._settle()
         taken, self._seconds = self._seconds, {}
         return taken

@@ -1,4 +1,4 @@
-"""What a dry run says of the trainer's memory and of a publish, by arithmetic over the model's config."""
+"""The dry run's lines on the trainer's memory and on a publish, computed from the model's config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def trainer_plan(recipe: Recipe, facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    """(label, text) of each line; none where the backend or the model's config does not say enough."""
+    """(label, text) of each line; none if the backend or the model's config does not say enough."""
     tensors, trainer = model_tensors(facts), recipe.trainer
     if tensors is None:
         return
@@ -33,7 +33,7 @@ def trainer_plan(recipe: Recipe, facts: ModelFacts) -> Iterator[tuple[str, str]]
     specs = [make_spec(name, shape, dtype) for name, shape in tensors.items()]
     stages = stages_of(trainer, tensors)
     of_stages = [[spec for spec in specs if stages[spec.name] == stage] for stage in sorted(set(stages.values()))]
-    buckets = [bucket for own in of_stages for bucket in plan_buckets(own, limit)]  # each stage sends its own
+    buckets = [bucket for own in of_stages for bucket in plan_buckets(own, limit)]  # each stage sends its own buckets
     largest = max(specs, key=lambda spec: spec.nbytes)
     sizes = [bucket.nbytes for bucket in buckets]
     text = (
@@ -48,7 +48,7 @@ def trainer_plan(recipe: Recipe, facts: ModelFacts) -> Iterator[tuple[str, str]]
 
 
 def _copies(recipe: Recipe, of_stages: Sequence[Sequence[TensorSpec]]) -> Iterator[str]:
-    """What a publish takes of host memory: the copies that are sent, received, and that differences are made of."""
+    """Host memory of a publish: the copies for sending, receiving and computing differences."""
     own = [sum(spec.nbytes for spec in specs) for specs in of_stages]
     sender = f"{_bytes(max(own))} in the trainer rank that sends" + ("" if len(own) == 1 else " the most")
     worker = f"{_bytes(sum(own))} in each worker of a replica"

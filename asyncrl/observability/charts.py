@@ -1,4 +1,4 @@
-"""The charts that one looks at a run by. The HTML report, the W&B run and the W&B workspace all draw these."""
+"""The standard charts of a run, drawn by the HTML report, the W&B run and the W&B workspace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ChartKind = Literal["lines", "stack"]
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Metrics over the optimizer steps: as lines, or as areas on each other."""
+    """Metrics over the optimizer steps, as lines or stacked areas."""
 
     title: str
     kind: ChartKind

@@ -18,7 +18,7 @@ from asyncrl.types.events import Event
 CHAIN_BYTES = 16
 READ_BYTES = 1 << 20
 _json = json.JSONEncoder(default=asdict).encode
-"""A step has some thirty events, for which the trainer waits; `json.dumps` makes an encoder for each."""
+"""Shared encoder: a step writes some thirty events while the trainer waits, and `json.dumps` creates one per call."""
 
 
 @cache
@@ -27,23 +27,23 @@ def _names(kind: type[Event]) -> tuple[str, ...]:
 
 
 class EventLog:
-    """Appends events from any number of processes of one machine: each line is a single O_APPEND write, so lines
-    never mix and survive the death of the writer.
+    """Appends events from any number of processes of one machine: each line is a single O_APPEND write, so lines never
+    mix, and they survive the death of the writer.
 
     Each line ends with `writer`, `at` and `chain`: the BLAKE2b of the first `at` bytes of the file and of the line up
-    to `chain`. Those bytes are everything that this writer found there: its own lines and those of others, whole or
-    torn. So every line confirms all bytes written before it, and no writer waits for another. When another writer's
-    line came in between, `at` is before the line's own start, and the next line confirms both.
+    to `chain`. The first `at` bytes are everything that this writer found: lines of all writers, whole or torn. So
+    every line confirms all bytes before it, and no writer waits for another. If another writer's line came in between,
+    `at` is before the line's own start, and the next line confirms both.
     """
 
     def __init__(self, path: Path, hide: Hidden | None = None) -> None:
-        """Reads what is there. `hide`: for what is written. Raises StorageError."""
+        """Reads the existing file. `hide`: applied to every line. Raises StorageError."""
         self._path, self._hide = path, hide or Hidden()
         self._writer = secrets.token_hex(4)
         self._before = hashlib.blake2b(digest_size=CHAIN_BYTES)
         self._at = 0
         self.chain = ""
-        """Of the last line that this writer wrote."""
+        """Hash in the last line of this writer."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -55,8 +55,9 @@ class EventLog:
             raise unwritable(path, error) from error
 
     def write(self, event: Event) -> None:
-        """Raises StorageError: it could not be written."""
+        """Raises StorageError if the event cannot be written."""
         try:
+            # Other writers may have appended since: the chain must cover their lines.
             self._catch_up()
             seal = {"writer": self._writer, "at": self._at}
             now = {"time_s": time.time(), "monotonic_s": time.monotonic()}

@@ -27,13 +27,14 @@ def write_report(
 
     Args:
         waits: the open waits of the driver (`waits.WAITS.lines()`).
-        processes: those of the run on this machine; on other machines use `py-spy dump`.
+        processes: of the run on this machine; on other machines use `py-spy dump`.
         log: the run's log; its last lines are copied.
-        outputs: other files of which the last lines are copied, where there are any.
+        outputs: further files whose last lines are copied.
         hide: applied to the report.
 
-    Raises OSError: it cannot be written.
+    Raises OSError if the report cannot be written.
     """
+    # A second failure of the same kind within a second gets a number.
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-{type(error).__name__}"
     number = sum(path.name.startswith(base) for path in directory.glob("*")) if directory.exists() else 0
     place = directory / (f"{base}-{number}" if number else base)
@@ -42,6 +43,7 @@ def write_report(
     if (process := getattr(error, "process", "")) != "":
         lines += [f"process: {process}", ""]
     lines += ["The driver waits for:", *(waits or ["nothing"]), "", "Processes:"]
+    # Hanging processes are included: `stacks.read` needs no answer from Python code.
     for process in processes:
         try:
             name, status = " ".join(process.cmdline())[:80] or process.name(), process.status()

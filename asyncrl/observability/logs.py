@@ -17,13 +17,13 @@ from asyncrl.remote.garbage import collect_seldom
 LOG_PATH_VARIABLE = "ASYNCRL_LOG_PATH"
 """Set by the launch code for the processes of a run."""
 HIDDEN_VARIABLE = "ASYNCRL_HIDDEN"
-"""The same: names of environment variables, separated by blanks, whose values are in no log."""
+"""Names of environment variables, separated by blanks, whose values no log may show. Set by the launch code too."""
 
 _FORMAT = "%(asctime)s %(processName)s[%(process)d] %(levelname)s %(name)s: %(message)s"
 
 
 class _Formatter(logging.Formatter):
-    """Hides what the recipe took from the environment, in tracebacks too."""
+    """Hides secrets from the environment, also in tracebacks."""
 
     def __init__(self, hide: Hidden, fmt: str | None = None, datefmt: str | None = None) -> None:
         super().__init__(fmt, datefmt)
@@ -34,7 +34,7 @@ class _Formatter(logging.Formatter):
 
 
 def configure_driver(path: Path, console: Console, hide: Hidden) -> None:
-    """Logs of this process go to the console and, with those of the actors, to `path`."""
+    """Logs this process to the console and to `path`, which the actors' logs share."""
     file = logging.FileHandler(path)
     file.setFormatter(_Formatter(hide, _FORMAT))
     screen: logging.Handler
@@ -54,8 +54,8 @@ def configure_driver(path: Path, console: Console, hide: Hidden) -> None:
 
 
 def configure_worker() -> None:
-    """Logs of this actor's process go to the run's `log.txt`, and it collects garbage seldom. Ray calls it before
-    the actor's class is imported."""
+    """Logs this actor's process to the run's `log.txt`, and makes garbage collections rare. Ray calls it before it
+    imports the actor's class."""
     stacks.install()
     collect_seldom()
     path = os.environ.get(LOG_PATH_VARIABLE)
@@ -64,7 +64,7 @@ def configure_worker() -> None:
     file: logging.Handler
     try:
         file = logging.FileHandler(path)
-    except OSError as error:  # of a run directory that this machine does not share: the preflight says so by name
+    except OSError as error:  # the run directory is not shared with this machine: the preflight names it
         file = logging.StreamHandler()  # into Ray's own log of the process
         logging.getLogger("asyncrl").warning("no log in %s: %s", path, error)
     file.setFormatter(_Formatter(Hidden.named(os.environ.get(HIDDEN_VARIABLE, "").split(), os.environ), _FORMAT))

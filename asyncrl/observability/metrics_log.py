@@ -17,7 +17,7 @@ _KNOWN = frozenset(Metric)
 class MetricsLog:
     """Writes one object per optimizer step to `path`, and to every sink.
 
-    A non-finite value is written as null: JSON has no other way to say it.
+    A non-finite value is written as null: JSON cannot express it.
     """
 
     def __init__(self, path: Path, sinks: Sequence[SinkFeed] = ()) -> None:
@@ -27,7 +27,7 @@ class MetricsLog:
     def write(self, record: Record) -> None:
         """Adds `sinks/failed_records`.
 
-        Raises ValueError naming a metric that is not declared, or a required one that is missing; StorageError."""
+        Raises ValueError naming undeclared metrics or missing required ones; StorageError."""
         record = {str(name): value for name, value in record.items()}
         record[Metric.SINKS_FAILED] = sum(sink.failed for sink in self._sinks)
         unknown = [name for name in record if name not in _KNOWN and not name.startswith(FAMILIES)]
@@ -44,10 +44,11 @@ class MetricsLog:
             sink.write(int(record[Metric.STEP]), record)
 
     def truncate_after(self, step: int) -> None:
-        """Removes the lines of steps after `step`: the run continues from there and will train them again."""
+        """Removes the lines of steps after `step`: the run continues there and trains them again."""
         if not self._path.exists():
             return
         kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
+        # Replaced atomically: a crash must not lose the lines of earlier steps.
         temporary = self._path.with_suffix(".tmp")
         try:
             temporary.write_text("".join(line + "\n" for line in kept))
@@ -62,7 +63,7 @@ class MetricsLog:
 
 
 def _step_of(line: str) -> float:
-    """Infinity for a line that a crash left incomplete."""
+    """Infinity for a line torn by a crash."""
     try:
         return json.loads(line)[Metric.STEP]
     except ValueError:

@@ -17,8 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressView:
-    """Owns the live table, if there is one. `live`: draw a table that is updated in place; otherwise log one line per
-    step."""
+    """Owns the live table, if any. `live`: draw a table that is updated in place; otherwise log one line per step."""
 
     def __init__(self, console: Console, *, max_steps: int, live: bool) -> None:
         self._max_steps = max_steps

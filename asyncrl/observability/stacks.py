@@ -1,4 +1,4 @@
-"""Reads the stacks of all threads of another process, which need not answer any call.
+"""Reads the stacks of all threads of another process, even if that process answers no call.
 
 `install` makes SIGUSR2 write the stacks into anonymous memory of the process. It uses `faulthandler`, which also works
 inside C code and with a blocked event loop. `read` sends the signal and reads that memory through /proc. This needs
@@ -22,7 +22,7 @@ PY_SPY_TIMEOUT_S = 10.0
 
 
 def install() -> None:
-    """Makes this process answer `read`. Does nothing where the system has no memfd."""
+    """Makes this process answer `read`. Does nothing on systems without memfd."""
     if not hasattr(os, "memfd_create") or not hasattr(faulthandler, "register"):
         return
     descriptor = os.memfd_create(_NAME)
@@ -42,10 +42,11 @@ def read(pid: int, timeout_s: float = 1.0) -> str:
         before = memory.stat().st_size
         process.send_signal(signal.SIGUSR2)
         deadline, size = time.monotonic() + timeout_s, before
+        # The handler appends to the memory file: wait until it has grown and stopped growing.
         while time.monotonic() < deadline:
             time.sleep(0.05)
             now = memory.stat().st_size
-            if now > before and now == size:  # it has grown, and grows no more
+            if now > before and now == size:
                 break
             size = now
         with memory.open("rb") as file:

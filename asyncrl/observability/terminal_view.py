@@ -1,5 +1,5 @@
-"""The table of a run's newest step for a terminal: `asyncrl-train` draws it while it trains, `asyncrl-top` for a run
-elsewhere."""
+"""The table of a run's newest step for a terminal: used by `asyncrl-train` for its own run, by `asyncrl-top` for any
+run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def step_table(record: Mapping[str, float | None], accuracy: float | None, rewar
     """
     Args:
         record: a line of `metrics.jsonl`.
-        rewards: mean rewards of the steps up to now, oldest first.
+        rewards: mean rewards of the steps so far, oldest first.
     """
 
     def of(metric: Metric | str) -> float:
@@ -55,7 +55,7 @@ def _causes(group: str, record: Mapping[str, float | None]) -> list[tuple[str, f
 
 
 def _bar(shares: Sequence[tuple[str, float]]) -> Text:
-    """A bar of shares that add up to 1, and their names, the largest first."""
+    """A bar of shares that add up to 1, and their names, largest first."""
     text, drawn, total = Text(), 0, 0.0
     named = [(name, share, _STYLES[i % len(_STYLES)]) for i, (name, share) in enumerate(shares)]
     for _, share, style in named:

@@ -22,6 +22,7 @@ def workspace(entity: str, project: str) -> Any:
     ]
     histogram = panels.LinePlot(title="Lag of tokens, histogram", x=str(Metric.STEP), y=["staleness/lag_histogram"])
     sections[1].panels.append(histogram)
+    # Tables and custom charts come from `WandbCharts`.
     sections.append(
         workspaces.Section(
             name="Trajectories",
@@ -47,9 +48,9 @@ def workspace(entity: str, project: str) -> Any:
 
 
 def save(entity: str, project: str) -> str:
-    """Creates the workspace in the project, or replaces the one that this function made; returns its address.
+    """Creates the workspace in the project, or replaces the one that this function created; returns its address.
 
-    Raises wandb.errors.Error and what the server's refusal raises.
+    Raises wandb.errors.Error, and the errors of a refusing server.
     """
     from wandb_workspaces.workspaces import internal
 
@@ -63,7 +64,7 @@ def save(entity: str, project: str) -> str:
 
 
 def view_name(entity: str, project: str) -> str:
-    """W&B's own name of the view: the same for the same project, so that it is found again."""
+    """W&B's internal name of the view: derived from the project, so that it is found again."""
     return f"nw-{hashlib.sha256(f'asyncrl {entity}/{project}'.encode()).hexdigest()[:11]}-v"
 
 

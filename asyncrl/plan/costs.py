@@ -1,4 +1,4 @@
-"""What generation, training and publishes cost, as one record that a person can read and edit as YAML. Pure."""
+"""The costs of generation, training and publishes, as a record that people can read and edit as YAML. Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthCosts:
-    """Distribution of the tokens of one response: either measured quantiles, or a lognormal distribution."""
+    """Distribution of the tokens of one response: measured quantiles, or a lognormal distribution."""
 
     quantiles: tuple[NonNegative, ...] = ()
     """Tokens at evenly spaced shares of the responses, from the shortest to the longest; at least two."""
     median: Positive | None = None
-    """Of the lognormal distribution, in tokens."""
+    """Median of the lognormal distribution, in tokens."""
     sigma: NonNegative | None = None
-    """Of the lognormal distribution: standard deviation of the logarithm."""
+    """Standard deviation of the logarithm, for the lognormal distribution."""
     straggler_share: Share = 0.0
     """Share of the responses that are `straggler_factor` times as long."""
     straggler_factor: Positive = 1.0
@@ -44,7 +44,7 @@ class LengthCosts:
 
         Args:
             share: in (0, 1).
-            straggles: in [0, 1); a straggler where it is below `straggler_share`.
+            straggles: in [0, 1); below `straggler_share` the response is a straggler.
             limit: the longest response, in tokens.
         """
         if self.median is not None and self.sigma is not None:
@@ -60,20 +60,20 @@ class LengthCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCosts:
-    """What a replica needs. All times are those of a replica that has its cores or GPUs for itself."""
+    """Costs of a replica. Times assume that the replica has its cores or GPUs to itself."""
 
     decode_step_s: tuple[tuple[PositiveInt, Positive], ...]
-    """(requests that decode together, seconds of one decode step), with rising requests. Between two points and above
-    the last one it follows the straight line; below the first it is constant."""
+    """(requests that decode together, seconds of one decode step), with rising requests. Linear between points and
+    above the last; constant below the first."""
     prompt_tokens: NonNegative
     """Mean tokens of a prompt."""
     lengths: LengthCosts
     prefill_tokens_per_s: Positive | None = None
-    """Tokens of prompts that a replica computes in a second, during which it decodes nothing. Null: no time."""
+    """Prompt tokens that a replica computes per second, while it decodes nothing. Null: no time."""
     shares_prompts: bool = True
     """A replica computes the prompt of a group once."""
     latency_s: NonNegative = 0.0
-    """From the last token until it has arrived, and whatever else a response takes besides its tokens."""
+    """Seconds of a response besides its tokens, including the arrival of the last token."""
 
     def __post_init__(self) -> None:
         requests = [n for n, _ in self.decode_step_s]
@@ -93,20 +93,21 @@ class GenerationCosts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCosts:
     token_s: NonNegative
-    """Seconds per token, prompts included, of one pass over a step, with `num_ranks` ranks."""
+    """Seconds per token, including prompts, of one pass over a step, with `num_ranks` ranks."""
     step_s: NonNegative = 0.0
-    """Seconds of a step whatever it trains."""
+    """Fixed seconds of a step."""
     num_ranks: PositiveInt = 1
     """Ranks for which `token_s` was measured."""
     efficiency: PositiveShare = 0.9
-    """Share of the speed of each rank that is left when the number of ranks doubles."""
+    """Share of each rank's speed that remains when the number of ranks doubles."""
     num_threads: PositiveInt = 1
-    """Of each rank, on a CPU: those with which all of this was measured."""
+    """Threads of each rank on a CPU during the measurement."""
     thread_efficiency: PositiveShare = 0.65
-    """Share of the speed of each thread that is left when their number doubles."""
+    """Share of each thread's speed that remains when the number of threads doubles."""
 
     def seconds(self, tokens: float, ranks: int, threads: int | None = None) -> float:
-        """Seconds of an optimizer step. `threads`: of each rank; None: as many as were measured."""
+        """Seconds of an optimizer step. `threads`: of each rank; None: as measured."""
+        # efficiency ** log2(ratio) is the speed that remains per rank; the same for threads.
         ratio = ranks / self.num_ranks
         seconds = self.step_s + tokens * self.token_s / ratio * self.efficiency ** -math.log2(ratio)
         more = 1.0 if threads is None else threads / self.num_threads
@@ -115,16 +116,16 @@ class TrainingCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishCosts:
-    """A publish takes `fixed_s + bytes / bytes_per_s + replica_s * replicas`; a rolling one that for each wave."""
+    """`fixed_s + bytes / bytes_per_s + replica_s * replicas` seconds; for a rolling publish, per wave."""
 
     bytes: NonNegative
     bytes_per_s: Positive
-    """From the trainer to all replicas at once."""
+    """From the trainer to all replicas together."""
     fixed_s: NonNegative = 0.0
     replica_s: NonNegative = 0.0
-    """Seconds more for each replica that is reached at once."""
+    """Additional seconds for each replica of a transfer."""
     running_s: NonNegative = 0.0
-    """Seconds of the publish in which the replicas still generate."""
+    """Seconds of the publish during which the replicas still generate."""
 
     def seconds(self, replicas: int) -> float:
         return self.fixed_s + self.bytes / self.bytes_per_s + self.replica_s * replicas
@@ -132,32 +133,31 @@ class PublishCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Costs of one model on one kind of hardware, from which any configuration of it is predicted."""
+    """Costs of one model on one kind of hardware; predicts any configuration."""
 
     source: str
-    """Where the figures come from, for people."""
+    """Origin of the figures, for people."""
     generation: GenerationCosts
     training: TrainingCosts
     publish: PublishCosts
     reward_s: NonNegative = 0.0
-    """From the last token of a group to its put: rewards and environments. Does not hold up replicas."""
+    """From the last token of a group to its put: rewards and environments. Does not occupy replicas."""
     loop_s: NonNegative = 0.0
-    """Seconds of a step that are neither waiting, training nor publish: plan, commit, record, checkpoint."""
+    """Seconds of a step besides waiting, training and publish: plan, commit, record, checkpoint."""
     filtered_share: Share = 0.0
     """Share of the groups whose rewards are all equal. Read with algorithm.dynamic_sampling."""
     cores: Positive | None = None
-    """Cores that all processes share: a busy replica wants one, a busy rank one for each thread, the rollouter one, and
-    the processes beside it one, while they have work. Where they want more than there are, everything slows down alike.
-    Null: each has its own."""
+    """Cores shared by all processes. While busy, a replica wants one, a rank one per thread, the rollouter one, and the
+    other processes one. If they want more than there are, all slow down equally. Null: each has its own cores."""
     rollouter_s: NonNegative = 0.0
-    """CPU seconds of the rollouter for each response, one response after the other: its group waits for them."""
+    """CPU seconds of the rollouter per response, sequentially: the group waits for them."""
     beside_s: NonNegative = 0.0
-    """The same of the queue, the coordinator and the rollouter's worker processes, together. Nothing waits for them;
-    read with `cores`."""
+    """CPU seconds per response of the queue, the coordinator and the rollouter's workers, together. Nothing waits for
+    them; read with `cores`."""
 
 
 def read_costs(text: str, name: str) -> CostModel:
-    """The cost model in a YAML file. `name`: of the file, for messages. Raises ConfigError."""
+    """The cost model in a YAML text. `name`: of the file, for messages. Raises ConfigError."""
     try:
         return from_plain(CostModel, yaml.safe_load(text))
     except (yaml.YAMLError, ValueError, TypeError) as error:
@@ -167,7 +167,7 @@ def read_costs(text: str, name: str) -> CostModel:
 
 
 def write_costs(costs: CostModel) -> str:
-    """The YAML that `read_costs` reads, with numbers of five digits."""
+    """The YAML for `read_costs`; numbers have five digits."""
     return yaml.safe_dump(_plain(asdict(costs)), sort_keys=False, default_flow_style=None, width=110)
 
 

@@ -1,16 +1,16 @@
 """The cost model of a finished run, from the files that every run writes. Pure.
 
-Training, publishes and the loop are in the metrics and events. What a replica needs is in the spans: a request of T
-tokens that was one of c at its replica on average took
+Training, publishes and the loop are in the metrics and events. Generation is fitted to the spans. A request of T tokens
+that shared its replica with c requests on average (itself included) took, publishes excluded,
 
-    latency + T (a + d c) max(1, c / slots)        less the publishes meanwhile
+    latency + T (a + d c) max(1, c / slots)
 
-seconds, and the three unknowns are those that fit all requests best and are not negative. The time of a prefill is part
-of the latency: the spans do not tell them apart. Where the engine counts its decode steps, S of them with N tokens took
+seconds; the three unknowns are the non-negative least-squares fit over all requests. Prefill counts as latency: spans
+do not separate them. If the engine counts decode steps, S steps with N tokens took
 
     a S + d N
 
-busy seconds in each optimizer step, which says more of a and d than short responses do.
+busy seconds per optimizer step, which determines a and d better than short responses do.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ NUM_QUANTILES = 21
 FEWEST_STEPS = 4
 FEWEST_REQUESTS = 20
 BESIDE = (Metric.CPU_COORDINATOR, Metric.CPU_QUEUE, Metric.CPU_WORKERS)
-"""CPU times of the processes that take a part in every response beside the rollouter."""
+"""CPU times of the processes, besides the rollouter, that work on every response."""
 _ROUNDS = 8
-"""Of the adjustment to shared cores; each leaves a small part of the error."""
+"""Iterations of the adjustment to shared cores; each leaves a small part of the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request as `spans.jsonl` has it; times are seconds since the epoch."""
+    """One request in `spans.jsonl`; times are seconds since the epoch."""
 
     replica_id: int
     start: float
@@ -53,11 +53,11 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What the spans of some groups say.
+    """The data in the spans of some groups.
 
     Attributes:
         lengths: tokens of each trajectory.
-        rests_s: seconds of each trajectory in which it had no request: its environment and reward.
+        rests_s: seconds of each trajectory without a request: its environment and reward.
     """
 
     requests: tuple[TracedRequest, ...]
@@ -66,7 +66,7 @@ class Traced:
 
     @classmethod
     def of(cls, recorded: Iterable[Mapping[str, Any]]) -> Traced:
-        """From the lines of spans.jsonl, without the first ones, which are those of the start."""
+        """From the lines of spans.jsonl, without those of the warm-up."""
         lines = list(recorded)
         requests, lengths, rests = [], [], []
         for line in lines[int(WARM_UP_SHARE * len(lines)) :]:
@@ -85,7 +85,7 @@ class Traced:
 
 
 def late_steps(run: RunFiles) -> tuple[Mapping[str, float | None], Sequence[Mapping[str, float | None]]]:
-    """The last line of the warm-up and the lines after it. Raises ConfigError: there are too few."""
+    """The last line of the warm-up and the lines after it. Raises ConfigError if there are too few."""
     if len(run.metrics) < FEWEST_STEPS:
         found = f"{len(run.metrics)} optimizer steps"
         do = f"name a run with {FEWEST_STEPS} or more, or give the costs with --costs FILE"
@@ -95,8 +95,8 @@ def late_steps(run: RunFiles) -> tuple[Mapping[str, float | None], Sequence[Mapp
 
 
 def measured(run: RunFiles) -> Forecast:
-    """What the run itself came to, in the terms of a prediction; time in which training waited for evaluations is left
-    out."""
+    """The run's own figures, in the terms of a prediction, without the time in which training waited for
+    evaluations."""
     begun, late = late_steps(run)
 
     def mean(metric: Metric) -> float:
@@ -118,13 +118,13 @@ def measured(run: RunFiles) -> Forecast:
 
 
 def costs_of_run(run: RunFiles, traced: Traced, scenario: Scenario, cores: float | None) -> CostModel:
-    """The costs with which the run's own configuration takes the time that the run took.
+    """The costs that reproduce the run's own times.
 
     Args:
         scenario: of the run's recipe.
-        cores: that its trainer ranks and replicas shared; None: each had its own.
+        cores: shared by its trainer ranks and replicas; None: each had its own.
 
-    Raises ConfigError: the run is too short, has published nothing, or recorded too few requests.
+    Raises ConfigError if the run is too short, has published nothing, or recorded too few requests.
     """
     begun, late = late_steps(run)
     costs = CostModel(
@@ -143,7 +143,7 @@ def costs_of_run(run: RunFiles, traced: Traced, scenario: Scenario, cores: float
 
 
 def _training(late: Sequence[Mapping[str, float | None]], scenario: Scenario) -> TrainingCosts:
-    """A straight line through the steps, over their tokens; through the origin where they hardly differ."""
+    """A straight line through (tokens, seconds) of the steps; through the origin if their tokens hardly differ."""
     seconds = [line.get(Metric.TRAIN_TIME) or 0.0 for line in late]
     tokens = [(line.get(Metric.TRAIN_SPEED) or 0.0) * s for line, s in zip(late, seconds, strict=True)]
     step_s, token_s = _fit(np.column_stack([np.ones(len(tokens)), tokens]), np.asarray(seconds))
@@ -155,7 +155,7 @@ def _training(late: Sequence[Mapping[str, float | None]], scenario: Scenario) ->
 
 
 def _publish(run: RunFiles, scenario: Scenario) -> PublishCosts:
-    """Medians over the publishes; the first one, which compares digests, only where there is no other."""
+    """Medians over the publishes. The first, which compares digests, counts only if it is the only one."""
     found = run.of_kind(WeightsPublished.kind)
     if not found:
         do = "name a run that has published, or give the costs with --costs FILE"
@@ -163,7 +163,7 @@ def _publish(run: RunFiles, scenario: Scenario) -> PublishCosts:
     found = found[1:] or found
     transfer_s = max(1e-6, median(event["transfer_s"] for event in found))
     rests = [max(0.0, event["publish_s"] - event["transfer_s"]) for event in found]
-    # Where a publish waits for responses, the shortest one is nearest to its own time.
+    # If publishes wait for responses, the shortest is closest to the cost of the publish itself.
     waits = scenario.interrupt == "drain" and not scenario.empties_queue
     waves = 1 if scenario.rolling_replicas is None else -(-scenario.num_replicas // scenario.rolling_replicas)
     paused = median(event["publish_s"] - event["pause_s"] for event in found) if waves == 1 and not waits else 0.0
@@ -177,8 +177,8 @@ def _publish(run: RunFiles, scenario: Scenario) -> PublishCosts:
 
 
 def _cpu_s(late: Sequence[Mapping[str, float | None]], *metrics: Metric) -> float:
-    """CPU seconds of an optimizer step, from counts that are told now and then: between two lines in which they have
-    changed. A process that was replaced counts anew."""
+    """CPU seconds of an optimizer step, from counters that are updated only now and then: slope between two updates.
+    The counter of a replaced process restarts."""
     seconds = 0.0
     for metric in metrics:
         told = [(i, value) for i, line in enumerate(late) if (value := line.get(metric)) is not None]
@@ -189,7 +189,7 @@ def _cpu_s(late: Sequence[Mapping[str, float | None]], *metrics: Metric) -> floa
 
 
 def _loop_s(begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]], scenario: Scenario) -> float:
-    """Where publishes go on beside training, the copy of the weights is part of it."""
+    """Seconds of the loop per step. With publishes during training, they include the copy of the weights."""
     causes = [Metric.TRAINER_PLANNING, Metric.TRAINER_CHECKPOINT]
     causes += [Metric.TRAINER_PUBLISH] if scenario.overlaps_publish else []
     return fmean(wall_s * sum(line.get(cause) or 0.0 for cause in causes) for wall_s, line in _walls(begun, late))
@@ -198,7 +198,7 @@ def _loop_s(begun: Mapping[str, float | None], late: Sequence[Mapping[str, float
 def _walls(
     begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]]
 ) -> Iterator[tuple[float, Mapping[str, float | None]]]:
-    """(wall seconds since the line before, line)."""
+    """(wall seconds since the previous line, line)."""
     for before, line in itertools.pairwise([begun, *late]):
         yield max(0.0, (line.get(Metric.TIME) or 0.0) - (before.get(Metric.TIME) or 0.0)), line
 
@@ -215,6 +215,7 @@ def _generation(
         found = f"spans.jsonl has {len(requests)} requests, and {FEWEST_REQUESTS} are needed"
         do = "run it with observability.trace_every_groups=1, or give the costs with --costs FILE"
         raise ConfigError(explain(f"the costs of generation in {run.directory}", found, do))
+    # Only every `trace_every_groups`-th group is traced: scale the traced neighbours up.
     every = max(1, int(run.settings.get("observability.trace_every_groups") or 1))
     shared = np.minimum(every * _neighbours(requests), scenario.samples_per_step * (scenario.max_lag + 1))
     slots = scenario.decodes_at_once
@@ -224,6 +225,7 @@ def _generation(
     latency_s, token_s, shared_s = _fit(np.column_stack([np.ones(len(tokens)), tokens, tokens * decoding]), seconds)
     if counted := _decode_step(begun, late, scenario):
         token_s, shared_s = counted
+    # Express the fit as two points of the decode step: 1 request and the most that were seen.
     most = max(2, round(float(decoding.max())))
     packed = fmean((line.get(Metric.TRAIN_SPEED) or 0.0) * (line.get(Metric.TRAIN_TIME) or 0.0) for line in late)
     response = fmean(line.get(Metric.RESPONSE_TOKENS) or 0.0 for line in late)
@@ -239,7 +241,7 @@ def _generation(
 def _decode_step(
     begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]], scenario: Scenario
 ) -> tuple[float, ...] | None:
-    """Seconds of a decode step and of each of its tokens; None: the engine does not count its steps."""
+    """Seconds of a decode step and of each of its tokens; None if the engine does not count its steps."""
     rows = []
     for wall_s, line in _walls(begun, late):
         if batch := line.get(Metric.DECODE_BATCH):
@@ -252,16 +254,17 @@ def _decode_step(
 
 
 def _busy_share(line: Mapping[str, float | None], scenario: Scenario) -> float:
-    """Replicas that are busy, as a mean over the step."""
-    replicas = max(line.get(Metric.PUBLISH_REPLICAS) or 0, scenario.num_replicas)  # others may have joined
+    """Mean number of busy replicas during the step."""
+    replicas = max(line.get(Metric.PUBLISH_REPLICAS) or 0, scenario.num_replicas)  # more may have joined
     return (1.0 - (line.get(Metric.IDLE_ROLLOUT) or 0.0)) * replicas
 
 
 def _neighbours(requests: Sequence[TracedRequest]) -> np.ndarray:
-    """[requests]: how many were in flight at the replica of each one while it lasted, on average, itself included."""
+    """[requests]: mean number in flight at the same replica during each request, itself included."""
     found = np.ones(len(requests))
     for replica_id in {r.replica_id for r in requests}:
         own = [i for i, r in enumerate(requests) if r.replica_id == replica_id]
+        # The integral of the number in flight over time, evaluated at both ends of each request.
         starts = np.asarray([requests[i].start for i in own])
         stops = np.asarray([requests[i].stop for i in own])
         times = np.sort(np.concatenate([starts, stops]))
@@ -272,7 +275,8 @@ def _neighbours(requests: Sequence[TracedRequest]) -> np.ndarray:
 
 
 def _without_publishes(requests: Sequence[TracedRequest], run: RunFiles) -> np.ndarray:
-    """[requests]: seconds of each, without those in which a publish held it up."""
+    """[requests]: seconds of each, without the time in which a publish paused it."""
+    # `held`: paused seconds until each edge, a piecewise linear function of time.
     edges, held = [0.0], [0.0]
     for event in sorted(run.of_kind(WeightsPublished.kind), key=lambda event: event["time_s"]):
         stop = event["time_s"]
@@ -291,14 +295,14 @@ def _without_publishes(requests: Sequence[TracedRequest], run: RunFiles) -> np.n
 
 
 def _fit(columns: np.ndarray, values: np.ndarray) -> tuple[float, ...]:
-    """The coefficients, none below 0, with the least squared error.
+    """Non-negative least squares.
 
     Args:
         columns: [rows, unknowns].
         values: [rows].
     """
     unknowns, best, least = columns.shape[1], np.zeros(columns.shape[1]), float(values @ values)
-    # With so few unknowns, the one of all subsets that fits best without a negative coefficient is the exact answer.
+    # With few unknowns, trying every subset is exact: the best subset fit without a negative coefficient.
     for size in range(1, unknowns + 1):
         for chosen in itertools.combinations(range(unknowns), size):
             found = np.linalg.lstsq(columns[:, chosen], values, rcond=None)[0]
@@ -310,15 +314,16 @@ def _fit(columns: np.ndarray, values: np.ndarray) -> tuple[float, ...]:
 
 
 def uncontended(costs: CostModel, late: Sequence[Mapping[str, float | None]], scenario: Scenario) -> CostModel:
-    """The costs without the slowdown by shared cores: simulated with it, training and decoding take the time that they
-    took in the run.
+    """The costs without the slowdown by shared cores. A simulation that includes the slowdown then reproduces the run's
+    times of training and decoding.
 
-    In mode sync the trainer's wait does so too: there it is as long as a batch takes. The rollouter and the processes
-    beside it work before and after the decoding there, and are taken to be no load beside it.
+    In mode sync it also reproduces the trainer's wait, which is the time of a batch. There the rollouter and the other
+    processes work before and after the decoding, and count as no load during it.
 
     Args:
-        late: the lines of metrics.jsonl after the warm-up.
+        late: lines of metrics.jsonl after the warm-up.
     """
+    # Fixed-point iteration: simulate, compare with the run, rescale the costs.
     in_turn = scenario.max_lag == 0
     trained_s = fmean(line.get(Metric.TRAIN_TIME) or 0.0 for line in late)
     waited = fmean(line.get(Metric.IDLE_TRAINER) or 0.0 for line in late)
@@ -339,7 +344,7 @@ def uncontended(costs: CostModel, late: Sequence[Mapping[str, float | None]], sc
 
 
 def _late_steps(scenario: Scenario, costs: CostModel) -> list[SimulatedStep]:
-    """The last step of the warm-up and those after it."""
+    """The last step of the warm-up and the steps after it."""
     steps = Simulation(scenario, costs).run(num_steps(scenario))
     return steps[max(1, int(WARM_UP_SHARE * len(steps))) - 1 :]
 

@@ -1,4 +1,4 @@
-"""What a simulated run comes to: the rows of the table. Pure."""
+"""The figures of a simulated run: the rows of the table. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from asyncrl.plan.scenario import Scenario
 from asyncrl.plan.simulation import SimulatedStep, Simulation
 
 FEWEST_STEPS, MOST_STEPS = 16, 80
-"""Steps that are simulated."""
+"""Bounds of the number of simulated steps."""
 SAMPLES = 200_000
-"""Trajectories that are simulated, where FEWEST_STEPS allows it."""
+"""Simulated trajectories, if FEWEST_STEPS allows."""
 WARM_UP_SHARE = 0.25
-"""Of the steps: the first ones, which fill the queue, are left out."""
+"""Share of the steps that is left out at the start, while the queue fills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Forecast:
         trainer_idle: share of the time in which the trainer waits for groups.
         replica_idle: share in which replicas decode nothing, mean over replicas.
         lag_mean, lag_max: of the trained tokens, in optimizer steps.
-        publish_s: seconds of publish per step; `paused_s`: those in which it holds the replicas up.
-        masked: share of the tokens that are over the limit, and not trained.
+        publish_s: seconds of publish per step; `paused_s`: the part in which it pauses replicas.
+        masked: share of the tokens over the limit, which are not trained.
     """
 
     step_s: float
@@ -62,13 +62,13 @@ class Forecast:
 
 
 def num_steps(scenario: Scenario) -> int:
-    """Steps that are simulated: enough to leave the start behind, few enough to take seconds."""
+    """Number of simulated steps: enough to leave the start behind, few enough to take seconds."""
     needed = max(FEWEST_STEPS, 4 * (scenario.max_lag + scenario.publish_every_steps))
     return max(needed, min(MOST_STEPS, SAMPLES // scenario.samples_per_step))
 
 
 def predict(scenario: Scenario, costs: CostModel, steps: int | None = None) -> Forecast:
-    """`steps`: how many are simulated; None takes `num_steps`."""
+    """`steps`: to simulate; None: `num_steps`."""
     return Forecast.of(Simulation(scenario, costs).run(steps or num_steps(scenario)), scenario)
 
 

@@ -1,4 +1,4 @@
-"""What of a recipe decides when things happen. Pure."""
+"""The settings of a recipe that decide when things happen. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from asyncrl.queue.staleness import OnOverdue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A recipe as the simulation sees it.
+    """A recipe, reduced to the simulation's input.
 
     Attributes:
         empties_queue: a publish waits until no group is being generated or can be admitted.
-        overlaps_publish: a publish goes on beside the next step; not where it empties the queue.
-        decodes_at_once: requests that one replica decodes at once.
+        overlaps_publish: a publish runs during the next step, unless it empties the queue.
+        decodes_at_once: requests that one replica decodes together.
         num_threads: of each trainer rank; None: nobody shares cores.
-        rolling_replicas: replicas that a publish reaches at once; None: all.
+        rolling_replicas: replicas per wave of a publish; None: all.
         response_limit: tokens of the longest response.
     """
 
@@ -49,9 +49,9 @@ class Scenario:
     def of(cls, recipe: Recipe, cores: float | None = None) -> Scenario:
         """
         Args:
-            cores: that ranks and replicas share; None: each has its own.
+            cores: shared by ranks and replicas; None: each has its own.
 
-        Raises ConfigError: the simulation does not know how the recipe's parts take turns.
+        Raises ConfigError if the simulation does not model how the recipe's parts take turns.
         """
         require(
             not recipe.is_colocated or recipe.mode == "sync",

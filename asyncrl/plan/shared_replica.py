@@ -1,8 +1,8 @@
 """A replica on a virtual clock. Pure.
 
-All requests that decode together get one token each in a decode step, so one number describes how far all of them are:
-the tokens that a request would have which had decoded since the beginning. A request that begins at c and has L tokens
-ends when the number is c + L. An event costs O(log requests), whatever number of tokens lies between two events.
+Requests that decode together get one token each per decode step, so one counter describes the progress of all: the
+tokens of a request that has decoded since the beginning. A request of L tokens that begins at counter c ends at c + L.
+An event costs O(log requests), however many tokens lie between two events.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROUNDING = 1e-9
 
 
 class SimulatedRequest:
-    """One response. `group`: whose it is; `tokens`: how many it will have."""
+    """One response. `tokens`: its final length."""
 
     __slots__ = ("begun", "cancelled", "ended", "group", "replica_id", "tokens")
 
@@ -25,12 +25,12 @@ class SimulatedRequest:
         self.group, self.tokens = group, tokens
         self.replica_id = -1
         self.begun: float | None = None
-        """The replica's count of tokens when it began to decode."""
+        """The replica's counter when the request began to decode."""
         self.ended = self.cancelled = False
 
 
 class SimulatedGroup:
-    """A group that is being generated. `parts`: tokens of each version; `prefilled`: replicas that have its prompt."""
+    """A group in generation. `parts`: tokens of each version; `prefilled`: replicas that have its prompt."""
 
     __slots__ = ("attempt", "left", "ordinal", "parts", "prefilled", "requests", "tokens", "version")
 
@@ -58,7 +58,7 @@ class SharedReplica:
         """
         Args:
             step_s: seconds of a decode step with this many requests, at least one.
-            prefill_s: seconds that the prompt of the group takes; True: this replica has computed it before.
+            prefill_s: (group, known) -> seconds for its prompt; `known`: this replica has computed it before.
         """
         self.replica_id = replica_id
         self._step_s, self._prefill_s = step_s, prefill_s
@@ -66,17 +66,17 @@ class SharedReplica:
         self._at = 0.0
         self._count = 0.0
         self._stall_s = 0.0
-        """Prefill that is still to be done before the next decode step."""
+        """Prefill that must be done before the next decode step."""
         self._running: list[tuple[float, int, SimulatedRequest]] = []
         self._waiting: deque[SimulatedRequest] = deque()
         self._number = 0
         self._begun_sum = 0.0
         self._bounds, self._versions = [0.0], [0]
-        """Count of tokens from which on each version decodes."""
+        """Counter from which on each version decodes."""
         self.running = 0
         self.paused = False
         self.closed = False
-        """Begins no request (a publish waits for those that run)."""
+        """True if no request may begin (a publish waits for the running ones)."""
         self.stamp = 0
         """Changes when `next_end` does."""
         self.counted_busy = False
@@ -92,7 +92,7 @@ class SharedReplica:
         self._seat()
 
     def next_end(self) -> float | None:
-        """When the next request ends if nothing changes; None: none will."""
+        """Time when the next request ends if nothing changes; None: none will."""
         self.stamp += 1
         self._drop_cancelled()
         if not self._running or self.paused:
@@ -101,7 +101,7 @@ class SharedReplica:
         return self._at + self._stall_s + left * self._step_s(self.running)
 
     def ended(self, now: float) -> list[SimulatedRequest]:
-        """Takes the requests that have their last token; the tokens of each version are added to their groups."""
+        """Takes the requests that have their last token; adds the tokens of each version to their groups."""
         self._advance(now)
         found = []
         reached = self._count + ROUNDING * max(1.0, self._count)
@@ -143,6 +143,7 @@ class SharedReplica:
         else:
             self._bounds.append(self._count)
             self._versions.append(version)
+        # `_begun_sum` gives the tokens of all running requests without a loop over them.
         if prefills_again and prefill_tokens_per_s and self.running:
             sampled = self.running * self._count - self._begun_sum
             prompts = sum(self._prefill_s(r.group, False) for _, _, r in self._running if not r.cancelled)
@@ -153,6 +154,7 @@ class SharedReplica:
 
     def _advance(self, now: float) -> None:
         passed, self._at = now - self._at, now
+        # The counter stands still during prefill.
         if self.running and not self.paused and passed > 0:
             stalled = min(self._stall_s, passed)
             self._stall_s -= stalled
@@ -180,7 +182,7 @@ class SharedReplica:
             heapq.heappop(self._running)
 
     def _book(self, request: SimulatedRequest) -> None:
-        """Adds the request's tokens to its group by version."""
+        """Adds the request's tokens to its group, by version."""
         assert request.begun is not None, "it has ended"
         parts, left, begun = request.group.parts, request.tokens, request.begun
         at = bisect_right(self._bounds, begun) - 1

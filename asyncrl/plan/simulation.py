@@ -1,11 +1,11 @@
-"""A run on a virtual clock: the ledger, the staleness policy, the pacing and the router of a real run, with replicas,
-trainer and publishes that take the time which a cost model says. Pure.
+"""A run on a virtual clock: the ledger, staleness policy, pacing and router of a real run, with simulated replicas,
+trainer and publishes that take the times of a cost model. Pure.
 
     ask -> lease -> train -> commit -> (wait until the queue is empty) -> publish -> the rest of the loop -> ask
 
-is the order of the coordinator (`driver/coordinator.py`), one step after the other; a publish beside training ends
-before the next commit. What the real queue decides at each
-call is decided here after each event. Nothing fails, nobody dies, and there are no evaluations.
+is the order of the coordinator (`driver/coordinator.py`), one step after the other; a publish during training ends
+before the next commit. The real queue decides at each call; this one after each event. There are no failures, deaths or
+evaluations.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ LEAST_WAIT_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """One optimizer step. Times are seconds since the start of the run, on the wall clock of the run.
+    """One optimizer step. Times are seconds since the start, on the run's wall clock.
 
     Attributes:
         asked: the trainer began to wait for its groups; `leased`: it got them; `computed`: the optimizer step was done;
             `trained`: it committed.
         published_from: the publish began, after the wait for an empty queue if the mode has one; `ended`: the step did.
-        publish_s: 0 where none followed; beside training it may end after the step. `paused_s`: mean over replicas of
-            the time that the publish held them up.
-        tokens: trained ones of responses; `lag_sum`: their lags together, in optimizer steps; `masked`: those that were
-            over the limit.
-        busy_s: seconds that replicas have decoded since the start, summed over replicas.
+        publish_s: 0 without a publish; during training it may end after the step. `paused_s`: pause by the publish,
+            mean over replicas.
+        tokens: trained response tokens; `lag_sum`: sum of their lags, in optimizer steps; `masked`: tokens over the
+            limit.
+        busy_s: seconds of decoding since the start, summed over replicas.
     """
 
     asked: float
@@ -64,23 +64,23 @@ class SimulatedStep:
 
     @property
     def waited_s(self) -> float:
-        """For groups, before the lease and before the publish."""
+        """Seconds of waiting for groups, before the lease and before the publish."""
         return self.leased - self.asked + self.published_from - self.trained
 
 
 class Workload(Protocol):
-    """What the run works on: the same, whatever order it is done in."""
+    """The work of a run: independent of the order in which it is done."""
 
     def lengths(self, ordinal: int, count: int) -> Sequence[float]:
         """Tokens of the responses of a group, each at least 1."""
         ...
 
     def is_filtered(self, ordinal: int) -> bool:
-        """True where the group has no learning signal."""
+        """True if the group has no learning signal."""
         ...
 
     def training_s(self, step: int, tokens: float) -> float:
-        """Seconds of the optimizer step, from its tokens with the prompts."""
+        """Seconds of the optimizer step, given its tokens including prompts."""
         ...
 
 
@@ -113,15 +113,17 @@ class Simulation:
     ) -> None:
         """
         Args:
-            workload, pacing: in place of those of the cost model and the scenario.
+            workload, pacing: override those of the cost model and the scenario.
         """
         self._scenario, self._costs = scenario, costs
         self._workload = workload or DrawnWorkload(scenario, costs)
         self._pacing = pacing or build_pacing(scenario.pacing, scenario.groups_per_step, scenario.max_lag)
+        # Parts of a real run.
         policy = StalenessPolicy(scenario.groups_per_step, scenario.max_lag, scenario.on_overdue)
         self._ledger = Ledger(policy, max_attempts=scenario.max_attempts, on_event=self._changed)
         self._filtered = EndWindow(scenario.filtered_window)
         self._router = Router()
+        # Simulated parts. `step_s` is cached: it is called once per event.
         step_s, rate = cache(costs.generation.step_s), costs.generation.prefill_tokens_per_s
         once = costs.generation.prompt_tokens / rate if rate else 0.0
 
@@ -138,25 +140,26 @@ class Simulation:
         self._stored: dict[int, SimulatedGroup] = {}
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
+        # The two clocks, and the load that separates them.
         self._work = 0.0
-        """Seconds that have passed for whoever has a core; `_wall` is longer where cores are short."""
+        """Seconds of work, the clock of the events; `_wall` runs faster when cores are short."""
         self._wall = 0.0
         self._busy = 0
         self._busy_s = 0.0
         self._left_s = [0.0, 0.0]
-        """Work that is still to be done by the rollouter, and by the processes beside it."""
+        """Remaining work of the rollouter, and of the queue, coordinator and workers together."""
         self._training = False
         self._asks = False
         self._drains = False
         self._puts_needed = 0
-        """A lease cannot succeed before so many more groups are ready."""
+        """Number of further ready groups before which a lease cannot succeed."""
         self._wakes_at: float | None = None
         self._draft: dict[str, Any] = {}
         """The step in progress."""
         self._publishing: dict[str, Any] | None = None
         """The step whose publish is in progress."""
         self._commits_later = False
-        """A step is trained and waits for the publish before it."""
+        """True if a step is trained and waits for the previous publish."""
         self._waves: Iterator[list[SharedReplica]] = iter(())
         self._done: list[SimulatedStep] = []
 
@@ -173,6 +176,7 @@ class Simulation:
     # -- the clock -----------------------------------------------------------------------------------------------
 
     def _pass(self, seconds: float) -> None:
+        # Split the interval where the rollouter or the other processes run out of work: the slowdown changes there.
         while seconds > 0:
             working = [left for left in self._left_s if left > 0]
             passed = min([seconds, *working])
@@ -184,7 +188,7 @@ class Simulation:
             seconds -= passed
 
     def _slowdown(self, others: int = 0) -> float:
-        """Wall seconds of a second of work. `others`: of the rollouter and what works beside it, how many have work."""
+        """Wall seconds per second of work. `others`: how many of rollouter and other processes have work."""
         if self._costs.cores is None:
             return 1.0
         training = self._scenario.num_ranks * (self._scenario.num_threads or 1) if self._training else 0
@@ -202,7 +206,7 @@ class Simulation:
         self._settle()
 
     def _lease(self) -> None:
-        """Leases when it can; a lease that must wait is tried again when enough groups have become ready."""
+        """Leases if possible; a lease that must wait is retried when enough groups have become ready."""
         if not self._asks or self._puts_needed > 0:
             return
         if (missing := self._scenario.groups_per_step - self._ledger.counts.ready) > 0:
@@ -221,7 +225,7 @@ class Simulation:
         self._after(self._workload.training_s(step, tokens + prompts), self._trained)
 
     def _book(self, groups: Sequence[SimulatedGroup], step: int) -> tuple[float, float]:
-        """Notes the lags of a lease; returns its tokens, masked ones included, and those of its prompts."""
+        """Records the lags of a lease; returns its response tokens, including masked ones, and its prompt tokens."""
         oldest = self._ledger.policy.oldest_trainable(step)
         parts = [(step - version, count) for group in groups for version, count in group.parts.items()]
         trained = [(lag, count) for lag, count in parts if step - lag >= oldest]
@@ -303,13 +307,13 @@ class Simulation:
         self._settle()
 
     def _hold(self, wave: list[SharedReplica], running_s: float) -> None:
-        """Pauses the replicas of a wave, under drain once their requests have ended."""
+        """Pauses the replicas of a wave; under `drain` once their requests have ended."""
         assert self._publishing is not None, "waves belong to a publish"
         self._publishing.setdefault("held", self._wall)
         if self._scenario.interrupt == "drain" and any(replica.running for replica in wave):
             for replica in wave:
                 replica.closed = True
-            # The next end of a request is the next moment at which it can be otherwise.
+            # Nothing changes before the next end of a request: look again then.
             ends = [at for replica in wave if (at := replica.next_end()) is not None]
             for replica in wave:
                 self._reschedule(replica)
@@ -340,7 +344,7 @@ class Simulation:
     # -- groups --------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Decides what the queue decides after a change: lease, cancel, admit, publish once the queue is empty."""
+        """Makes the queue's decisions after a change: lease, cancel, admit, publish once the queue is empty."""
         expired = self._ledger.counts.expired
         self._lease()
         reissues = self._ledger.counts.expired > expired
@@ -395,14 +399,14 @@ class Simulation:
 
     def _replica_ends(self, replica: SharedReplica, stamp: int) -> None:
         if stamp != replica.stamp:
-            return  # something has changed since: another event says when
+            return  # outdated: a later change has scheduled another event
         for request in replica.ended(self._work):
             self._router.done(replica.replica_id)
             self._after(self._costs.generation.latency_s, self._collect, request.group)
         self._reschedule(replica)
 
     def _collect(self, group: SimulatedGroup) -> None:
-        """The rollouter has a response of the group."""
+        """The rollouter has collected a response of the group."""
         self._left_s[0] += self._costs.rollouter_s
         self._left_s[1] += self._costs.beside_s
         group.left -= 1

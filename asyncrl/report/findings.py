@@ -1,4 +1,4 @@
-"""What ails a run, from its metrics and events: findings in words, the gravest first. Pure."""
+"""Diagnoses a run from its metrics and events: findings in words, worst first. Pure."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from asyncrl.types.events import (
 from asyncrl.types.metrics import Metric
 
 WORTH_IT = 0.15
-"""Share of the trainer's time from which on a wait is worth shortening before the training itself."""
+"""Share of the trainer's time above which a wait is worth shortening before training itself."""
 Severity = Literal["bad", "warning", "hint"]
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One thing that a user should know.
+    """One finding for the user.
 
     Attributes:
-        severity: "bad" spoils the run, "warning" costs much of it, "hint" says what bounds it.
-        title: the sickness in a few words.
+        severity: "bad" spoils the run, "warning" costs much of it, "hint" names its bottleneck.
+        title: the problem in a few words.
         evidence: the figures that show it.
         remedy: what to change.
         metrics: keys of the charts that show it.
@@ -44,16 +44,16 @@ class Diagnosis:
 
 
 def findings(run: RunFiles, lives: Lifetimes) -> list[Diagnosis]:
-    """All findings, the gravest first."""
+    """All findings, worst first."""
     order: dict[Severity, int] = {"bad": 0, "warning": 1, "hint": 2}
     return sorted((found for rule in _RULES for found in rule(run, lives)), key=lambda f: order[f.severity])
 
 
 def helps_most(run: RunFiles) -> str:
-    """One sentence: what would make the run faster, and by how much at most, from where its time goes."""
+    """One sentence: the change that would speed up the run most, and an upper bound, from where its time goes."""
     training = _mean(run, Metric.TRAINER_TRAINING)
     environment, recovering = _mean(run, Metric.REPLICA_ENVIRONMENT), _mean(run, Metric.REPLICA_RECOVERING)
-    of_replicas = {  # a run that is too short to know counts as one that generates
+    of_replicas = {  # a run that is too short to tell counts as generating
         "more replicas, or shorter responses": _mean(run, Metric.REPLICA_GENERATING),
         "a faster environment or reward, or more workers for it": environment,
         "replicas that do not fail": recovering,
@@ -74,7 +74,7 @@ def helps_most(run: RunFiles) -> str:
 
 
 def _late(run: RunFiles, key: str) -> list[float]:
-    """The values of a metric without those of the first fifth of the steps, in which a run fills up."""
+    """The values of a metric without the first fifth of the steps, in which a run fills up."""
     values = run.series(key)
     return [value for value in values[len(values) // 5 :] if value is not None]
 
@@ -87,6 +87,7 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     waits, overdue = _mean(run, Metric.TRAINER_GROUPS), _mean(run, Metric.TRAINER_OVERDUE)
     generating = _mean(run, Metric.REPLICA_GENERATING)
     slots, environment = _mean(run, Metric.REPLICA_SLOTS), _mean(run, Metric.REPLICA_ENVIRONMENT)
+    # Generation side: stragglers, then the slowest stage.
     if overdue >= 0.1:
         yield _straggler(overdue, lives.generation_s)
     if environment >= 0.25:
@@ -107,6 +108,7 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
             "Give more replicas (rollout.num_replicas), or shorter responses; fewer trainer ranks would do as well.",
             (Metric.TRAINER_GROUPS, Metric.REPLICA_GENERATING, Metric.QUEUE_READY),
         )
+    # Training side.
     if slots >= 0.25 and waits + overdue < 0.1:
         yield Diagnosis(
             "hint",
@@ -146,6 +148,7 @@ def _straggler(overdue: float, generation_s: Sequence[float]) -> Diagnosis:
 def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     out: dict[int, str] = {}
     failures: dict[int, int] = {}
+    # `out`: replicas that are out of the run at its end, with their last error.
     for event in run.events:
         kind, replica = event.get("event"), event.get("replica")
         if replica is None:
@@ -181,6 +184,7 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
 
 
 def _ratio(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
+    # Judge the end of the run: a collapse lasts.
     window = max(3, len(run.metrics) // 5)
     ratio = [v for v in run.series(Metric.RATIO_MEAN)[-window:] if v is not None]
     clipped = [v for v in run.series(Metric.CLIPPED)[-window:] if v is not None]
@@ -188,6 +192,7 @@ def _ratio(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     rewards = [v for v in run.series(Metric.REWARD_MEAN) if v is not None]
     if not ratio:
         return
+    # Three signs of drift: the ratio is far from 1, tokens are clipped, the policies diverge.
     off = median(abs(value - 1) for value in ratio)
     share, drift = median(clipped or [0.0]), median(map(abs, kl or [0.0]))
     if off >= 0.25 or share >= 0.35 or drift >= 0.5:

@@ -13,11 +13,11 @@ _ENDS = ("trained", "filtered", "expired", "failed")
 
 @dataclass(slots=True)
 class Lifetime:
-    """One attempt at a prompt group. Times are seconds since the epoch; None where the state was not reached.
+    """One attempt at a prompt group. Times are seconds since the epoch; None if the state was not reached.
 
     Attributes:
-        lag: in optimizer steps, of the group's oldest token, when it was trained.
-        end: trained, filtered, expired, failed or requeued; empty while it is in progress.
+        lag: of the group's oldest token when it was trained, in optimizer steps.
+        end: trained, filtered, expired, failed or requeued; empty while in progress.
     """
 
     ordinal: int
@@ -34,7 +34,7 @@ class Lifetime:
 
 @dataclass(slots=True)
 class Lifetimes:
-    """The lifetimes of a run, in the order in which they began."""
+    """The lifetimes of a run, in order of their begin."""
 
     all: list[Lifetime] = field(default_factory=list)
 
@@ -72,5 +72,5 @@ class Lifetimes:
 
     @property
     def generation_s(self) -> list[float]:
-        """How long the groups that became ready were generated, shortest first."""
+        """Generation times of the groups that became ready, shortest first."""
         return sorted(life.ready - life.admitted for life in self.all if life.ready and life.admitted)

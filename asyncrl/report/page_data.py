@@ -1,4 +1,4 @@
-"""What the page of a report draws, as plain JSON. Pure."""
+"""The data of the report's page, as plain JSON. Pure."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _summary(run: RunFiles, lives: Lifetimes, found: Sequence[Diagnosis]) -> lis
 
 
 def _columns(run: RunFiles) -> dict[str, list[float | None]]:
-    """Each metric that the run has, rounded to five digits: more cannot be seen, and the file stays small."""
+    """Each metric of the run, rounded to five digits: more is invisible, and the file stays small."""
     keys = sorted({key for line in run.metrics for key in line} - {str(Metric.STEP)})
     columns = {key: [_rounded(value) for value in run.series(key)] for key in keys if metric_of(key)}
     return {key: values for key, values in columns.items() if any(value is not None for value in values)}
@@ -117,6 +117,7 @@ def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
         ]
         for e in steps
     ]
+    # Events carry their end and duration: the spans extend backwards.
     for event in run.events:
         now, kind = event.get("time_s", 0.0), event.get("event")
         if not began <= now <= ended:
@@ -127,6 +128,7 @@ def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
             spans.append(["checkpoint", now - event["save_s"], now, f"checkpoint of step {event['step']}"])
         elif kind in FAULTS:
             spans.append(["fault", now - 0.05, now, f"{kind} {event.get('replica', event.get('process', ''))}"])
+    # Every group that was alive during the excerpt.
     groups = [
         [life.ordinal, life.attempt]
         + [None if at is None else round(at - began, 3) for at in (life.admitted, life.ready, life.leased, life.ended)]
@@ -153,7 +155,7 @@ def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _notable(run: RunFiles) -> list[list[Any]]:
-    """Everything but the changes of groups and steps: [seconds since the first event, kind, the rest as text]."""
+    """All events except changes of groups and steps: [seconds since the first event, kind, the rest as text]."""
     chosen = [event for event in run.events if event.get("event") not in _PLAIN][-MAX_EVENTS:]
     start = run.events[0].get("time_s", 0.0) if run.events else 0.0
     return [
@@ -172,7 +174,7 @@ def _short(value: Any) -> str:
 
 
 def _differences(runs: Sequence[RunFiles]) -> list[list[str]]:
-    """[key, value in each run] of the settings that are not the same in all."""
+    """[key, value in each run] of the settings that differ between runs."""
     keys = sorted({key for run in runs for key in run.settings})
     rows = [[key, *(_short(run.settings.get(key, "")) for run in runs)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]

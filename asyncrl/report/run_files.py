@@ -1,4 +1,4 @@
-"""Reads what a run has written, also while it goes on or after a crash."""
+"""Reads the files of a run, also during the run or after a crash."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.types.metrics import Metric
 
 MAX_SAMPLES = 200
-"""Newest trajectories that are read."""
+"""Number of newest trajectories that are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """What one run directory holds.
+    """The content of one run directory.
 
     Attributes:
         settings: key of the recipe -> value, as resolved.
@@ -37,7 +37,7 @@ class RunFiles:
     faults: tuple[str, ...]
 
     def series(self, key: str) -> list[float | None]:
-        """The values of a metric, one per line; None where a line lacks it or it was not finite."""
+        """The values of a metric, one per line; None if the line lacks it or it was not finite."""
         return [line.get(key) for line in self.metrics]
 
     def of_kind(self, *kinds: str) -> list[Mapping[str, Any]]:
@@ -46,7 +46,7 @@ class RunFiles:
 
 
 def read_run(path: Path) -> RunFiles:
-    """Raises ConfigError: there is no run, or it has not completed a step."""
+    """Raises ConfigError if there is no run, or it has not completed a step."""
     directory = RunDirectory(path)
     if not directory.config.is_file():
         found = "no config.json there" if path.is_dir() else "no such directory"
@@ -58,6 +58,7 @@ def read_run(path: Path) -> RunFiles:
     except ValueError as error:
         do = "name another run; this one was not started by this version"
         raise ConfigError(explain(f"the files of the run {path}", f"config.json is not JSON: {error}", do)) from error
+    # If a step has several lines, the last one counts.
     by_step = {line[Metric.STEP]: line for line in _lines(directory.metrics) if Metric.STEP in line}
     if not by_step:
         found = "no optimizer step is complete: metrics.jsonl has no line"
@@ -74,13 +75,12 @@ def read_run(path: Path) -> RunFiles:
 
 
 def read_spans(run: RunFiles) -> Iterator[dict[str, Any]]:
-    """The lines of `spans.jsonl`; none where no group was recorded."""
+    """The lines of `spans.jsonl`; none if no group was recorded."""
     return _lines(RunDirectory(run.directory).spans)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines. A line that is not whole is left out: the run may be writing it, or a crash
-    cut it off."""
+    """The objects of a file of JSON lines. Skips an incomplete line: the run may be writing it, or a crash tore it."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""The timeline of a run in Chrome's trace format, which Perfetto and chrome://tracing show. Pure."""
+"""The timeline of a run in Chrome's trace format, for Perfetto and chrome://tracing. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from asyncrl.types.metrics import Metric
 
 COUNTERS = (Metric.LAG_MEAN, Metric.QUEUE_RUNNING, Metric.QUEUE_READY, Metric.ROLLOUT_SPEED)
 TRAINER, GROUPS, TRAJECTORIES, REPLICAS = 1, 2, 3, 10
-"""Numbers of the rows' headings; of a replica `REPLICAS` plus its id."""
+"""Process ids in the trace; a replica has `REPLICAS` plus its id."""
 _LANES = {"steps": 1, "publishes": 2, "checkpoints": 3, "evaluations": 4}
 Trace = dict[str, Any]
 
 
 def chrome_trace(run: RunFiles, recorded: Iterable[Mapping[str, Any]]) -> Trace:
-    """Steps, publishes, checkpoints, evaluations, faults, every group, and the requests of some.
+    """Steps, publishes, checkpoints, evaluations, faults, every group, and the requests of the recorded groups.
 
     Args:
         recorded: the lines of spans.jsonl.
@@ -84,6 +84,7 @@ def _of_trajectories(recorded: Iterable[Mapping[str, Any]], start: float) -> Ite
     if groups:
         yield _heading(TRAJECTORIES, "trajectories of some groups: requests and rewards")
     requests: list[tuple[float, float, str, Mapping[str, int]]] = []
+    # One lane per trajectory, with its spans nested inside.
     for line, spans in sorted(groups, key=lambda group: min(span[1] for span in group[1])):
         lane = lanes.take(min(span[1] for span in spans), max(span[2] for span in spans))
         for kind, begin, stop, made in spans:
@@ -91,6 +92,7 @@ def _of_trajectories(recorded: Iterable[Mapping[str, Any]], start: float) -> Ite
             yield _span(TRAJECTORIES, lane, name, begin - start, stop - start, made)
             if kind == "request":
                 requests.append((begin, stop, f"group {line['ordinal']}", made))
+    # The same requests again, by replica.
     for begin, stop, name, made in sorted(requests, key=lambda request: request[0]):
         replica = made["replica"]
         if replica not in of_replicas:
@@ -101,12 +103,13 @@ def _of_trajectories(recorded: Iterable[Mapping[str, Any]], start: float) -> Ite
 
 
 class _Lanes:
-    """Puts spans that overlap on lines of their own. They must come in the order in which they begin."""
+    """Assigns overlapping spans to different lanes. Spans must come in order of their begin."""
 
     def __init__(self) -> None:
         self._free: list[tuple[float, int]] = []
 
     def take(self, begin: float, stop: float) -> int:
+        # Reuse the lane that became free first. Busy lanes stay on the heap, so its size numbers a new lane.
         if self._free and self._free[0][0] <= begin:
             _, lane = heapq.heappop(self._free)
         else:

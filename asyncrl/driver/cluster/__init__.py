@@ -1,4 +1,4 @@
 """The Ray session of a run, where its processes are placed, and the janitor that cleans up after it.
 
-Runs in: driver; a process of its own (janitor).
+Runs in: driver; its own process (janitor).
 """

@@ -1,17 +1,15 @@
-"""The processes of a run on one CPU machine, forked from one that has imported what they import.
+"""Fork server: starts the processes of a run on one CPU machine by forking a process that has imported their modules.
 
-Each process of a run that computes takes 4 s of a core to import torch, transformers and what these import, and a run
-on a laptop has several. The fork server imports them once, while the driver reads its input and starts Ray. Ray starts
-its processes through `fork_worker.py`, which asks the fork server for a copy of itself and ends. The copies share the
-memory of what was imported.
+Importing torch, transformers and their dependencies takes 4 s of a core per process, and a run on a laptop has several.
+The fork server imports them once, while the driver reads its input and starts Ray. Ray starts its processes through
+`fork_worker.py`, which asks the fork server for a fork and exits. The forks share the memory of the imports.
 
-A copy is asked for only where it is the same as a new process: `START_PREFIXES` names the variables that are read when
-Python or a library is loaded, and one of another value makes `fork_worker.py` start a new process, as do a server that
-is gone, and one that has threads. Those in `SHARED` may be the server's own: how threads wait, and large pages, are
-then the same in all processes. Ray is imported by each process itself: when it is loaded, it reads whose worker it is.
-There is no server where GPUs are: what has touched CUDA may not be forked.
+`fork_worker.py` starts a fresh process instead of forking if a start-up variable (`START_PREFIXES`) differs, the server
+has exited, or the server has threads. Unset variables in `SHARED` take the server's values, so all processes wait and
+use large pages alike. Each process imports Ray itself: on import Ray reads whose worker it is.
+There is no fork server on machines with GPUs: a process that has touched CUDA must not fork.
 
-This module imports the standard library alone: what it imports is in every process.
+This module imports the standard library only: every process pays for its imports.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 SOCKET_VARIABLE = "ASYNCRL_FORK_SERVER"
 SWITCH = "ASYNCRL_FORK"
-"""0: every process is started anew."""
+"""0: every process is started fresh, never forked."""
 WORKER = Path(__file__).with_name("fork_worker.py")
 START_PREFIXES = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_"),
@@ -51,12 +49,12 @@ START_PREFIXES = (
 """Variables that are read once, when Python or a library is loaded."""
 SHARED = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GLIBC_TUNABLES")
 REQUEST_S = 5.0
-"""Longest wait for what a process that has connected asks for."""
+"""Longest wait for the request of a connected process."""
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 class ForkServer:
-    """The driver's side: a server for one run, and its end. Does nothing until `start`."""
+    """The driver's side: starts and stops the server of one run. Does nothing until `start`."""
 
     def __init__(self) -> None:
         self.run_id = secrets.token_hex(8)
@@ -64,12 +62,12 @@ class ForkServer:
         self._directory: Path | None = None
 
     def start(self, environment: Mapping[str, str], modules: Sequence[str], model: str = "") -> None:
-        """Starts it; returns at once. Does nothing where processes cannot be forked.
+        """Starts the server and returns immediately. Does nothing where processes cannot be forked.
 
         Args:
-            environment: of the process; what it forks gets the environment of whoever asks.
-            modules: imported in this order. One that fails is left to whoever imports it next.
-            model: a directory; the class of its model is imported too.
+            environment: of the server; a fork gets the environment of its request.
+            modules: imported in this order. A failed import is skipped; the process that needs the module reports it.
+            model: a directory; its model class is imported too.
         """
         if sys.platform != "linux" or any(map(os.path.exists, _GPUS)) or os.environ.get(SWITCH) == "0":
             return
@@ -96,15 +94,15 @@ class ForkServer:
 
     @property
     def directory(self) -> Path | None:
-        """Of its socket, while there is a server."""
+        """Directory of the socket; None without a server."""
         return self._directory
 
     @contextlib.contextmanager
     def asked_by_ray(self, constants: Any) -> Iterator[None]:
-        """Inside, a Ray that this process starts asks the server for its processes.
+        """Context in which a Ray started by this process asks the server for its processes.
 
         Args:
-            constants: Ray's module of that name.
+            constants: the module `ray_constants`.
         """
         if self._directory is None:
             yield
@@ -125,7 +123,7 @@ class ForkServer:
         self.close()
 
     def close(self) -> None:
-        """Ends the server; what it has forked goes on. Twice is once."""
+        """Ends the server; its forks keep running. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -135,31 +133,34 @@ class ForkServer:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The server's process: ends when the driver has ended."""
+    """The server's process: exits when the driver exits."""
     descriptor, directory, model, *modules = arguments
+    # Phase 1: import. Ray is blocked: each fork must import it itself.
     started_with = dict(os.environ)
     if not sys.flags.safe_path:
-        del sys.path[0]  # the working directory: a module of the user's there is not meant
+        del sys.path[0]  # the working directory: a user's module there must not shadow a package
     sys.modules["ray"] = None  # type: ignore[assignment]
-    gc.disable()  # collections among a million objects that stay take a quarter of the time
+    gc.disable()  # collections over a million permanent objects take a quarter of the import time
     for name in modules:
-        with contextlib.suppress(Exception):  # whoever needs it imports it and says what is wrong
+        with contextlib.suppress(Exception):  # the process that needs the module will report the error
             importlib.import_module(name)
     with contextlib.suppress(Exception):
         _import_model(Path(model))
     del sys.modules["ray"]
+    # Phase 2: get ready to fork.
     by_imports = {name: value for name, value in os.environ.items() if started_with.get(name) != value}
     gc.enable()
     gc.collect()
-    gc.freeze()  # a collection in a copy would touch, and so copy, all that is shared
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked: it leaves no zombie
+    gc.freeze()  # a collection in a fork would touch, and so copy, the shared pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks: without this they stay zombies
+    # Phase 3: serve until the driver exits.
     with socket.socket(fileno=int(descriptor)) as listener:
         while True:
             ready, _, _ = select.select([listener, sys.stdin], [], [])
-            if sys.stdin in ready:  # its other end is closed: the driver has ended
+            if sys.stdin in ready:  # the driver closed its end: it has exited
                 break
             connection, _ = listener.accept()
-            with connection, contextlib.suppress(Exception):  # whoever asked starts a process of its own
+            with connection, contextlib.suppress(Exception):  # on an error the requester starts a fresh process
                 _answer(connection, listener, started_with, by_imports)
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -178,10 +179,10 @@ def _answer(
     started_with: Mapping[str, str],
     by_imports: Mapping[str, str],
 ) -> None:
-    """Forks for one that asks, if the copy would be as a new process is, and says which it was. `by_imports`: variables
-    that imports have set."""
+    """Forks if the copy would be identical to a fresh process; otherwise sends the reason for refusing.
+    `by_imports`: variables that imports have set."""
     connection.settimeout(REQUEST_S)
-    connection.sendall(b"?")  # whoever has given up meanwhile asks for nothing
+    connection.sendall(b"?")  # fails if the requester has given up
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
     with contextlib.ExitStack() as stack:
         for descriptor in descriptors:
@@ -193,14 +194,14 @@ def _answer(
         elif os.fork() == 0:
             stack.pop_all()
             listener.close()
-            if not _is_heard(connection):  # whoever asked has given up, and starts a process of its own
+            if not _is_heard(connection):  # the requester has given up and starts a fresh process
                 os._exit(0)
             connection.close()
             _become(descriptors, request, {**by_imports, **request["environment"]})
 
 
 def _is_heard(connection: socket.socket) -> bool:
-    """The fork's question to whoever asked for it: a fork that goes on is never the server again."""
+    """Handshake of the fork with its requester: only an acknowledged fork continues."""
     try:
         connection.sendall(b"forked\n")
         return connection.recv(1) == b"!"
@@ -209,7 +210,7 @@ def _is_heard(connection: socket.socket) -> bool:
 
 
 def _refusal(environment: Mapping[str, str], started_with: Mapping[str, str]) -> str:
-    """Why a fork would differ from a new process with this environment; empty where it would not."""
+    """Why a fork would differ from a fresh process with this environment; empty if it would not."""
     for name in sorted(environment.keys() | started_with.keys()):
         asked, found = environment.get(name), started_with.get(name)
         is_shared = asked is None and name in SHARED
@@ -220,9 +221,10 @@ def _refusal(environment: Mapping[str, str], started_with: Mapping[str, str]) ->
 
 
 def _become(descriptors: Sequence[int], request: Mapping[str, Any], environment: Mapping[str, str]) -> NoReturn:
-    """Runs a Python script as the main program of this process, as whoever asked would have."""
+    """Turns this fork into the requested process: runs its script as the main program, then exits."""
     code = 1
     try:
+        # Phase 1: the session, files, limits and environment of the requester.
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number, descriptor in enumerate(descriptors):
@@ -235,11 +237,12 @@ def _become(descriptors: Sequence[int], request: Mapping[str, Any], environment:
             Path("/proc/self/oom_score_adj").write_text(request["oom_score_adj"])
         os.environ.clear()
         os.environ.update(environment)
+        # Phase 2: the interpreter's state: arguments, module path, random numbers.
         sys.argv = request["arguments"]
         if not sys.flags.safe_path:
             sys.path.insert(0, str(Path(sys.argv[0]).parent))
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # else all have the same numbers; Python's own `random` does it itself
+            sys.modules["numpy"].random.seed()  # else all forks draw the same numbers; `random` reseeds itself
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:

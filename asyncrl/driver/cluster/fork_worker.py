@@ -1,7 +1,7 @@
-"""What Ray runs to start a process of a run where there is a fork server (`fork_server.py`), in place of its own script
-of the same purpose: asks the server to fork, and ends; or runs Ray's script, which starts a new process.
+"""Ray's entry script for the processes of a run with a fork server (`fork_server.py`). Asks the server to fork and
+exits, or runs Ray's own `setup_worker.py`, which starts a fresh process.
 
-It runs once for each process, as a script, and imports the standard library alone.
+Runs once per process, as a script, and imports the standard library only.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ import sys
 import time
 
 ANSWER_S = 30.0
-"""Longest wait for the server, which may still be importing. Ray waits 60 s for a process to come."""
+"""Longest wait for the server, which may still be importing. Ray waits 60 s for a process to register."""
 CONTEXT = "--serialized-runtime-env-context="
 
 
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _forked(arguments: list[str]) -> bool:
-    """True when the server has forked the process that these arguments ask for."""
+    """True if the server has forked the process that these arguments request."""
     end = time.monotonic() + ANSWER_S
     try:
         request = _request(arguments)
@@ -42,7 +42,7 @@ def _forked(arguments: list[str]) -> bool:
             _wait_until(end, server).sendall(json.dumps(request).encode() + b"\n")
             answer = _wait_until(end, server).makefile("rb").readline().decode()
             if answer == "forked\n":
-                server.sendall(b"!")  # it goes on only now: nothing is started twice
+                server.sendall(b"!")  # the fork waits for this acknowledgement, so nothing starts twice
                 return True
             reason = answer.strip() or "the fork server is gone"
     except (OSError, KeyError, ValueError) as error:
@@ -57,7 +57,7 @@ def _wait_until(end: float, server: socket.socket) -> socket.socket:
 
 
 def _request(arguments: list[str]) -> "dict | None":
-    """The process to fork; None for one that is not a Python process of this environment."""
+    """The process to fork; None unless it is a plain Python process of this interpreter."""
     context, rest = {}, []
     for argument in arguments:
         if argument.startswith(CONTEXT):
@@ -70,7 +70,7 @@ def _request(arguments: list[str]) -> "dict | None":
     if "--language=PYTHON" not in arguments or not plain or context.get("py_executable") not in (None, sys.executable):
         return None
     variables = context.get("env_vars", {})
-    if any("$" in value for value in variables.values()):  # Ray puts other variables in their place
+    if any("$" in value for value in variables.values()):  # Ray expands these variables
         return None
     os.umask(umask := os.umask(0o077))
     return {

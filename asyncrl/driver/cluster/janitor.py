@@ -1,9 +1,9 @@
 """The janitor: a small process that cleans up after a run, however the driver ends, and outlives it by a few seconds.
 
 The janitor recognises the processes of a run by `ASYNCRL_RUN` in their environment. The launch code sets the variable,
-and every child process inherits it: Ray's own processes, the actors, and what engines and rewards start. Some of Ray's
-processes overwrite the memory that shows their environment. The janitor recognises these by their parents, so it must
-see them while the parents are alive.
+and every child process inherits it: Ray's own processes, the actors, and the processes of engines and rewards. Some of
+Ray's processes overwrite the memory that shows their environment. The janitor recognises these by their parents, so it
+must see them while the parents are alive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIRST_LOOK_S, LAST_LOOK_S = 1.0, 30.0
 """Shortest and longest pause between two looks at the processes of a living run. Most processes start early."""
 SOCKET = "/asyncrl-01234567/ray/session_2026-01-02_03-04-05_678901_1234567/sockets/plasma_store"
 MAX_DIRECTORY_LENGTH = 107 - len(SOCKET)
-"""Of the path of the directory for temporary files: the path of a Unix socket has at most 107 bytes."""
+"""Longest path of the temporary directory: the path of a Unix socket has at most 107 bytes."""
 KILL_S = 5.0
 """Longest wait for killed processes to end."""
 
@@ -57,7 +57,7 @@ class Janitor:
         self.remove_later(self.scratch)
 
     def remove_later(self, path: Path) -> None:
-        """Has this file or directory removed when the run is over."""
+        """Schedules this file or directory for removal at the end of the run."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{path}\n")
@@ -66,7 +66,7 @@ class Janitor:
             pass
 
     def close(self) -> None:
-        """Makes the janitor clean up, and waits until it has ended."""
+        """Makes the janitor clean up, and waits until it has exited."""
         assert self._process.stdin is not None
         if (code := self._process.poll()) is not None:
             logger.warning("the janitor of this run has ended early with %d: nobody cleans up", code)
@@ -81,7 +81,7 @@ class Janitor:
 
 
 def _for_sockets() -> str:
-    """The system's directory for temporary files, or /tmp where the paths of Ray's sockets in it would be too long."""
+    """The system's temporary directory, or /tmp if it would make the paths of Ray's sockets too long."""
     directory = tempfile.gettempdir()
     return directory if len(directory) <= MAX_DIRECTORY_LENGTH else "/tmp"
 
@@ -121,9 +121,11 @@ def clean(run_id: str, seen: Collection[psutil.Process], paths: Iterable[Path]) 
         marked = processes_of(run_id)
         return [p for p in {*marked, *children_of(marked), *seen} if _lives(p)]
 
+    # Phase 1: let Ray and vLLM end by themselves.
     deadline = time.monotonic() + GRACE_S
     while (left := living()) and time.monotonic() < deadline:
         time.sleep(0.1)
+    # Phase 2: kill the rest, repeatedly: a killed process may have started another.
     while left and time.monotonic() < deadline + KILL_S:
         for process in left:
             try:
@@ -132,6 +134,7 @@ def clean(run_id: str, seen: Collection[psutil.Process], paths: Iterable[Path]) 
                 pass  # it ended before the kill
         psutil.wait_procs(left, timeout=1.0)
         left = living()
+    # Phase 3: files and shared memory, which no process uses any more.
     remove_stale_segments()
     remove_stale_publishes(Path(tempfile.gettempdir()))
     remove_stale_sandboxes()
@@ -164,6 +167,7 @@ def main() -> None:
     seen: set[psutil.Process] = set()
     pause_s = FIRST_LOOK_S
     while True:
+        # No message from the driver: refresh the descendants, at growing intervals.
         if not select.select([sys.stdin], [], [], pause_s)[0]:
             seen = {process for process in seen if _lives(process)} | children_of(processes_of(run_id))
             pause_s = min(2 * pause_s, LAST_LOOK_S)

@@ -1,4 +1,4 @@
-"""What every machine of a run needs before actors start there: the run directory, and files of models of the hub."""
+"""Prepares every machine of a run before actors start there: the run directory, and files of models of the hub."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ logger = logging.getLogger(__name__)
 HubModel = tuple[str, str | None]
 """Name and revision."""
 SEEN_S = 10.0
-"""Within this time a file that one machine wrote is visible on others: network file systems cache directories."""
+"""Longest time until a file written on one machine is visible on others: network file systems cache directories."""
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.py", "*.jinja")
 _PICKLED = "*.bin"
-"""Weights of models that have no safetensors."""
+"""Weights of models without safetensors."""
 
 
 def prepare_nodes(directory: Path, models: Sequence[HubModel], timeout_s: float) -> None:
-    """Returns when every node that may run a part has the files of `models` in its cache, and shares `directory`. Ranks
-    would download them in the middle of their rendezvous, whose deadlines are not meant for it; and checkpoints of
-    ranks in directories that are not shared would be lost.
+    """Returns once every usable node has the files of `models` in its cache and shares `directory`. Otherwise ranks
+    would download during their rendezvous and miss its deadline, and checkpoints written to a directory that is not
+    shared would be lost.
 
     Args:
-        directory: of the run; it exists here.
-        timeout_s: for all of it.
+        directory: of the run; exists on this machine.
+        timeout_s: for the whole preparation.
 
     Raises:
-        ConfigError: a node has another directory in its place, or cannot get a model; the message names the node.
+        ConfigError: a node has a different directory at that path, or cannot get a model; the message names the node.
         DeadlineExceeded, ProcessDied: naming the node.
     """
     nodes = usable_nodes(ray.nodes())
@@ -51,6 +51,7 @@ def prepare_nodes(directory: Path, models: Sequence[HubModel], timeout_s: float)
             place.mkdir(exist_ok=True)
             (place / token).write_text(token)
         asked = [(node, _ask(node, place if shares else None, token, models)) for node in nodes]
+        # The nodes work concurrently; `deadline` covers all of them.
         for node, ref in asked:
             address = node["NodeManagerAddress"]
             found = reply_now(
@@ -70,13 +71,13 @@ def prepare_nodes(directory: Path, models: Sequence[HubModel], timeout_s: float)
 
 
 def usable_nodes(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of `ray.nodes()` those on which parts of a run may be placed: the ones with GPUs if any has, else all."""
+    """The nodes of `ray.nodes()` on which parts of a run may be placed: nodes with GPUs if there are any, else all."""
     alive = [node for node in nodes if node["Alive"]]
     return [node for node in alive if node["Resources"].get("GPU")] or alive
 
 
 def spans(nodes: Sequence[dict[str, Any]], here: str) -> bool:
-    """True when parts of a run may be placed elsewhere than on the driver's node `here`, which has the directory."""
+    """True when parts of a run may be placed on other nodes than the driver's (`here`), which has the directory."""
     return any(node["NodeID"] != here for node in nodes)
 
 
@@ -87,7 +88,7 @@ def _ask(node: dict[str, Any], place: Path | None, token: str, models: Sequence[
 
 
 def prepare_node(place: Path | None, token: str, node_id: str, models: Sequence[HubModel]) -> tuple[str, str] | None:
-    """Runs on one node. Returns the key that it cannot serve and what it found; None: all is well."""
+    """Runs on one node. Returns the failed setting and the finding; None if all is well."""
     if place is not None:
         if not _seen(place / token):
             return "run.dir", "no such directory, or not the one that the other machines have"
@@ -98,14 +99,14 @@ def prepare_node(place: Path | None, token: str, node_id: str, models: Sequence[
     for name, revision in models:
         try:
             fetch_model(name, revision)
-        except (OSError, ValueError) as error:  # those of the hub's library are among them
+        except (OSError, ValueError) as error:  # base classes of the hub library's errors
             return f"model {name}", str(error).split("\n")[0]
     return None
 
 
 def fetch_model(name: str, revision: str | None) -> Path:
-    """The directory of the model in this machine's cache, with its files; downloads those that are missing. Raises
-    OSError, ValueError."""
+    """The directory of the model in this machine's cache, with its files; downloads missing files. Raises OSError,
+    ValueError."""
     from huggingface_hub import snapshot_download
 
     directory = Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
@@ -115,7 +116,7 @@ def fetch_model(name: str, revision: str | None) -> Path:
 
 
 def _seen(file: Path) -> bool:
-    """True as soon as the file is there."""
+    """True once the file exists; False after SEEN_S."""
     end = time.monotonic() + SEEN_S
     while not file.exists():
         if time.monotonic() > end:

@@ -1,9 +1,9 @@
 """Which processes of a run share a bundle of GPUs, and on which node each bundle fits. Pure.
 
-A bundle is what Ray reserves on one node. A replica is one bundle with all of its GPUs, so that tensor parallelism
-never leaves a machine. Trainer ranks are as few bundles as the nodes allow, of equal size, so that neighbours share a
-machine. Where processes share GPUs, each GPU is a bundle of its own with at most one rank: NCCL refuses two ranks on
-one GPU, and Ray puts two halves onto one GPU where a bundle has several.
+A bundle is a reservation on one node. A replica is one bundle with all of its GPUs, so tensor parallelism never leaves
+a machine. Trainer ranks form as few bundles as the nodes allow, of equal size, so that neighbours share a machine.
+Where processes share GPUs, each GPU is its own bundle with at most one rank: NCCL refuses two ranks on one GPU, and Ray
+puts two halves onto one GPU of a larger bundle.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from asyncrl.inference.engines import ENGINES
 Strategy = Literal["PACK", "STRICT_PACK", "SPREAD"]
 
 SHARE_IN_TURNS = 0.5
-"""What a replica reserves of the GPU on which it takes turns with a trainer rank, which reserves the rest."""
+"""Share of its GPU that a replica reserves when it takes turns with a trainer rank, which reserves the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """`gpus`: whole GPUs of one node; 0: its processes compute on a CPU. `replicas`: their ids. `num_ranks`: trainer
-    ranks, whose numbers follow from where Ray puts the bundles (`Placement.bundle_of_rank`)."""
+    """`gpus`: whole GPUs of one node; 0: its processes compute on a CPU. `replicas`: their ids. `num_ranks`: number of
+    trainer ranks; their rank numbers depend on where Ray puts the bundles (`Placement.bundle_of_rank`)."""
 
     gpus: int
     replicas: tuple[int, ...] = ()
@@ -38,16 +38,16 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a recipe asks for.
+    """The processes and GPUs that a recipe asks for.
 
     Attributes:
-        replica_gpus: of one replica, on one node; 0: it computes on a CPU.
+        replica_gpus: of one replica, on one node; 0: computes on a CPU.
         rank_gpus: of one trainer rank, 0 or 1.
-        gpu_share: below 1, each replica shares its GPU with a trainer rank, and takes this share of it. Where they take
-            turns (`Recipe.is_colocated`), it only says how Ray counts them: each has the GPU to itself in its turn.
-        may_share: processes share GPUs evenly where there are fewer GPUs than processes.
+        gpu_share: below 1, each replica takes this share of a GPU that it shares with a trainer rank. With
+            turns (`Recipe.is_colocated`) it only matters to Ray's accounting: each has the whole GPU in its turn.
+        may_share: processes share GPUs evenly if there are more processes than GPUs.
         one_node: weights reach replicas on the trainer's node only.
-        ranks_together: this many consecutive ranks exchange the most, and should share a node; divides `num_ranks`.
+        ranks_together: number of consecutive ranks that communicate most and should share a node; divides `num_ranks`.
     """
 
     num_replicas: int
@@ -80,7 +80,7 @@ class Demand:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs with which no process shares one that could have its own."""
+        """GPUs that the run needs when no process shares a GPU that it could have alone."""
         if self.gpu_share < 1:
             return max(self.num_replicas, self.num_ranks)
         return self.num_replicas * self.replica_gpus + self.num_ranks * self.rank_gpus
@@ -91,8 +91,8 @@ class Placement:
     """The bundles of a run.
 
     Attributes:
-        replica_gpus, rank_gpus: what one process takes of its bundle, possibly a part of a GPU.
-        strategy: Ray's, by which it chooses the nodes of the bundles.
+        replica_gpus, rank_gpus: share of its bundle that one process takes, possibly a fraction of a GPU.
+        strategy: Ray's placement strategy.
     """
 
     bundles: tuple[Bundle, ...]
@@ -122,10 +122,10 @@ class Placement:
 
 
 def place_run(recipe: Recipe, node_gpus: Sequence[int]) -> Placement:
-    """The bundles of a run on nodes with so many GPUs each.
+    """The bundles of a run on nodes with these numbers of GPUs.
 
-    Raises ConfigError: they do not fit, whoever else uses the nodes; processes that share a GPU would have to exchange
-    weights over NCCL; or the transport does not reach every replica.
+    Raises ConfigError if they do not fit even on idle nodes, if processes that share a GPU would exchange weights over
+    NCCL, or if the transport does not reach every replica.
     """
     demand, transport = Demand.of(recipe), recipe.weights.transport
     found = plan_placement(demand, node_gpus)
@@ -148,9 +148,9 @@ def place_run(recipe: Recipe, node_gpus: Sequence[int]) -> Placement:
 
 
 def plan_placement(demand: Demand, node_gpus: Sequence[int]) -> Placement:
-    """The bundles that `demand` takes of nodes with so many GPUs each; without GPUs all of it computes on CPUs.
+    """The bundles of `demand` on nodes with these numbers of GPUs; without GPUs everything computes on CPUs.
 
-    Raises ConfigError: they do not fit. The message says what is missing.
+    Raises ConfigError if they do not fit; the message says what is missing.
     """
     if not any(node_gpus):
         demand = replace(demand, replica_gpus=0, rank_gpus=0, gpu_share=1.0)
@@ -164,6 +164,7 @@ def plan_placement(demand: Demand, node_gpus: Sequence[int]) -> Placement:
     if demand.may_share and demand.num_gpus > sum(node_gpus):
         return _evenly(demand, node_gpus)
     largest = max(node_gpus)
+    # Fewest and largest bundles of ranks first: neighbours then share a machine.
     for ranks in _divisions(demand, largest):
         bundles = [*ranks, *_replicas(demand)]
         if fit(bundles, node_gpus) is not None:
@@ -174,7 +175,7 @@ def plan_placement(demand: Demand, node_gpus: Sequence[int]) -> Placement:
 
 
 def describe_demand(demand: Demand) -> str:
-    """What a run takes, before its nodes are known."""
+    """Describes the bundles of a run before its nodes are known."""
     if not demand.num_gpus:
         return "none: everything computes on CPUs"
     whole = plan_placement(demand, [max(demand.num_gpus, demand.replica_gpus)])
@@ -187,9 +188,9 @@ def describe_demand(demand: Demand) -> str:
 
 
 def fit(bundles: Sequence[Bundle], node_gpus: Sequence[int]) -> list[int] | None:
-    """Index of a node for each bundle, as Ray's strategy PACK chooses it; None: they do not fit.
+    """Index of a node for each bundle, as Ray's strategy PACK chooses; None if they do not fit.
 
-    Ray fills the node with the most free GPUs with all bundles that fit there, large ones first, then the next.
+    Ray fills the node with the most free GPUs with every bundle that fits, largest first, then the next node.
     """
     chosen: dict[int, int] = {}
     left = sorted(range(len(bundles)), key=lambda i: -bundles[i].gpus)
@@ -208,7 +209,7 @@ def fit(bundles: Sequence[Bundle], node_gpus: Sequence[int]) -> list[int] | None
 
 
 def words(bundles: Sequence[Bundle]) -> str:
-    """The bundles, equal ones counted: "2 bundles of 4 GPUs (a replica), 1 of 8 GPUs (8 trainer ranks)"."""
+    """The bundles in words, equal bundles counted: "2 bundles of 4 GPUs (a replica), 1 of 8 GPUs (8 trainer ranks)"."""
     found = Counter((b.gpus, b.num_ranks, len(b.replicas)) for b in bundles)
     parts = []
     for (gpus, ranks, replicas), count in sorted(found.items(), key=lambda item: (-item[0][2], item[0])):
@@ -236,7 +237,7 @@ def _on_cpus(demand: Demand) -> list[Bundle]:
 
 
 def _pairs(demand: Demand) -> list[Bundle]:
-    """One GPU each, for a replica and a rank as long as there are both."""
+    """Bundles of one GPU each, for a replica and a rank while both remain."""
     return [
         Bundle(1, (i,) if i < demand.num_replicas else (), num_ranks=int(i < demand.num_ranks))
         for i in range(demand.num_gpus)
@@ -244,7 +245,7 @@ def _pairs(demand: Demand) -> list[Bundle]:
 
 
 def _evenly(demand: Demand, node_gpus: Sequence[int]) -> Placement:
-    """More processes than GPUs: one rank on a GPU, then replicas where the fewest processes are."""
+    """Placement with more processes than GPUs: at most one rank per GPU, then each replica on the least used GPU."""
     total = sum(node_gpus)
     num_ranks = demand.num_ranks * demand.rank_gpus
     require(
@@ -269,7 +270,7 @@ def _evenly(demand: Demand, node_gpus: Sequence[int]) -> Placement:
 
 
 def _divisions(demand: Demand, largest: int) -> Iterator[list[Bundle]]:
-    """Bundles of the ranks: as few as possible first, of sizes that differ by one unit at most."""
+    """Bundles of the ranks, fewest bundles first; their sizes differ by at most one unit."""
     if not demand.rank_gpus:
         yield _ranks([1] * demand.num_ranks, 0)
         return
@@ -306,11 +307,11 @@ def _too_few(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int]
 
 
 def joined_address(address: str | None) -> str | None:
-    """The cluster that a run joins, given `ray.address`; None: it starts one."""
+    """Address of the cluster that a run joins, given `ray.address`; None: it starts a cluster."""
     return address or os.environ.get("RAY_ADDRESS")
 
 
 def visible_gpus() -> frozenset[str] | None:
-    """Numbers or ids of the GPUs that processes of this machine may use; None: all of them."""
+    """Numbers or ids of the GPUs that processes of this machine may use; None: all."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if named is None else frozenset(word.strip() for word in named.split(",") if word.strip())

@@ -1,5 +1,5 @@
 """The placement groups of a run: where its replicas and trainer ranks start, also after a restart or a lost node. One
-holds what must exist for the whole run; each replica that joins later has a small one of its own."""
+group lasts for the whole run; each replica that joins later has its own small group."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ logger = logging.getLogger(__name__)
 
 TRAINER_RANKS = Process("trainer ranks")
 ON_CPU = {"CPU": 0.001}
-"""What a bundle without GPUs reserves: enough to choose a node by, too little to keep anything from starting."""
+"""Reservation of a bundle without GPUs: enough for Ray to choose a node, too little to block another process."""
 POLL_S = 0.5
-"""Pause between two looks at where the bundles are."""
+"""Pause between two looks at the nodes of the bundles."""
 ANYWHERE = "DEFAULT"
-"""Ray's name of its own scheduling strategy."""
+"""Name of Ray's default scheduling strategy."""
 NODE_ID = "ray.io/node-id"
-"""The label of a node by which a bundle is tied to it."""
+"""Node label that ties a bundle to a node."""
 
 
 class Places:
-    """The bundles of a run, by process, and the places of replicas that join it. Owns nothing where there is no group:
-    one node without GPUs has one place."""
+    """The bundles of a run, by process, and the places of replicas that join it. Without a group (one node without
+    GPUs) it owns nothing."""
 
     def __init__(self, placement: Placement, group: PlacementGroup | None, *, only_node: str | None = None) -> None:
-        """`only_node`: weights reach the node of the trainer ranks only; without a group it is this one. None: any."""
+        """`only_node`: the only node that weights reach; with a group, the trainer's node counts instead. None: any."""
         self.placement = placement
         self._group = group
         self._only_node = only_node
         self._of_replica = placement.bundle_of_replica
         self._own: dict[int, PlacementGroup] = {}
-        """Of replicas that have joined."""
+        """Groups of replicas that joined later."""
         self._lock = threading.Lock()
 
     def of_replica(self, replica_id: int) -> ReplicaPlace | None:
-        """For each process of this replica, the first and its replacements; None: anywhere. One that has joined needs a
-        place first (`ready`)."""
+        """The place of every process of this replica, including replacements; None: anywhere. A replica that joined
+        later needs `ready` first."""
 
         async def ready(timeout_s: float) -> None:
             await self.ready(replica_id, timeout_s)
@@ -64,8 +64,8 @@ class Places:
         return ReplicaPlace(PlacementGroupSchedulingStrategy(self._own[replica_id], 0), ready)
 
     async def ready(self, replica_id: int, timeout_s: float) -> None:
-        """Returns when a node has the place of this replica. One that joins gets a group of its own first, which Ray's
-        autoscaler sees as long as no node has room for it. Raises NoPlace."""
+        """Returns once a node has room for this replica. For a replica that joins, requests its own group first; Ray's
+        autoscaler sees the pending group. Raises NoPlace."""
         if self._group is None:
             return
         process = replica(replica_id)
@@ -86,11 +86,11 @@ class Places:
                 await asyncio.sleep(min(POLL_S, timeout_s))
 
     async def give_back(self, replica_id: int) -> None:
-        """Gives back the place of a replica that had joined. Those of the others are reserved for the whole run."""
+        """Gives back the place of a replica that joined later. The other places are reserved for the whole run."""
         await asyncio.to_thread(self._give_back, replica_id)
 
     async def ending(self) -> set[int]:
-        """The replicas whose node was asked to end, as Ray knows it: by SIGTERM, `ray drain-node` or its provider."""
+        """Replicas whose node is draining, as Ray reports it: by SIGTERM, `ray drain-node` or the cloud provider."""
         return set() if self._group is None else await asyncio.to_thread(self._ending)
 
     def give_back_all(self) -> None:
@@ -98,9 +98,9 @@ class Places:
             self._give_back(replica_id)
 
     async def of_ranks(self, timeout_s: float) -> list[Any]:
-        """Ray's scheduling strategy of each trainer rank, by the nodes that the bundles have now.
+        """Ray's scheduling strategy for each trainer rank, given the current nodes of the bundles.
 
-        Raises RunFailed: bundles whose node was lost have no other within `timeout_s`.
+        Raises RunFailed if bundles of a lost node get no other node within `timeout_s`.
         """
         if self._group is None:
             return [ANYWHERE] * sum(bundle.num_ranks for bundle in self.placement.bundles)
@@ -112,18 +112,18 @@ class Places:
         return [self._strategy(i) for i in self.placement.bundle_of_rank([node or "" for node in nodes])]
 
     def nodes(self) -> list[str | None]:
-        """The living node of each bundle; None: Ray has found none yet, or it was lost or is about to end. Without a
-        group: no bundles."""
+        """The living node of each bundle; None: not placed yet, lost, or draining. Empty without a group."""
         if self._group is None:
             return []
         found, usable = _bundles(self._group), _usable_nodes()
         return [node if (node := found.get(i)) in usable else None for i in range(len(self.placement.bundles))]
 
     def _own_node(self, replica_id: int) -> str | None:
-        """The node of a replica that joins, whose place is asked for here if it was not before."""
+        """The node of a replica that joins; None while it has none. Requests its group on the first call."""
         with self._lock:
             if replica_id not in self._own:
                 near: list[dict[str, str]] | None = None
+                # The transport reaches the sender's node only, so the group is tied to that node.
                 if self._only_node is not None:
                     sender = next((i for i, bundle in enumerate(self.placement.bundles) if bundle.num_ranks), 0)
                     if (node := self.nodes()[sender]) is None:
@@ -163,7 +163,7 @@ class Places:
         return PlacementGroupSchedulingStrategy(self._group, bundle)
 
     async def _nodes_of(self, own: Sequence[int], process: Process, timeout_s: float) -> list[str | None]:
-        """The nodes of all bundles, as soon as those of `own` have one. Raises NoPlace."""
+        """The nodes of all bundles, once every bundle of `own` has a node. Raises NoPlace."""
         wait = Wait("a place", process, timeout_s)
         with WAITS.of(wait):
             while True:
@@ -180,12 +180,12 @@ class Places:
 
 @contextlib.contextmanager
 def reserved(recipe: Recipe) -> Iterator[Places]:
-    """The places of a run in the cluster that Ray has joined; given back at the end. Returns within
+    """The places of a run in the cluster that Ray has joined, given back at the end. Waits at most
     `ray.start_timeout_s`.
 
     Raises:
-        ConfigError: the nodes are too small for the run, whoever else uses them.
-        DeadlineExceeded: others keep what it needs.
+        ConfigError: the nodes are too small for the run, even idle.
+        DeadlineExceeded: other users hold the resources.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     placement = place_run(recipe, [int(node["Resources"].get("GPU", 0)) for node in nodes])
@@ -212,17 +212,17 @@ def _remove(group: PlacementGroup) -> None:
 
 
 def _bundles(group: PlacementGroup) -> dict[int, str]:
-    """The node of each bundle that Ray has placed, by its index."""
+    """Node id of each bundle that Ray has placed, by bundle index."""
     return placement_group_table(group).get("bundles_to_node_id", {})
 
 
 def _usable_nodes() -> set[str]:
-    """The nodes that are alive and were not asked to end."""
+    """Ids of the living nodes that are not draining."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]} - ray_state.state.get_draining_nodes().keys()
 
 
 def _await(places: Places, group: PlacementGroup, timeout_s: float) -> None:
-    """Returns when every bundle has a node. Raises DeadlineExceeded."""
+    """Returns once every bundle has a node. Raises DeadlineExceeded."""
     bundles = places.placement.bundles
     try:
         reply_now(group.ready(), timeout_s=timeout_s, call="placement", process=Process("placement group"))
@@ -236,7 +236,7 @@ def _await(places: Places, group: PlacementGroup, timeout_s: float) -> None:
 
 
 def _free() -> str:
-    """What the living nodes have free, in words."""
+    """The free GPUs of the living nodes, in words."""
     free = ray_state.available_resources_per_node()
     alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     gpus = sorted((free.get(node, {}).get("GPU", 0) for node in alive), reverse=True)

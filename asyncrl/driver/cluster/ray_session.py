@@ -1,8 +1,7 @@
-"""Ray for the time of one run or server: joined or started, and everything of it gone afterwards, however it ends.
+"""Ray for one run or server: joins or starts a cluster, and cleans up afterwards, however it ends.
 
-A cluster that is started here is for this machine and this run alone: its servers listen on 127.0.0.1, ask for a
-token that lies in a file of mode 0600, and keep sockets and logs in a directory of mode 0700. One that is joined is as
-whoever started it made it.
+A cluster started here is private to this machine and run: its servers listen on 127.0.0.1 and require a token (file
+mode 0600); sockets and logs are in a directory of mode 0700. A joined cluster is used as configured.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Cluster:
     scratch: Path | None
 
     def engine_environment(self, engine: str) -> Mapping[str, str]:
-        """Environment variables that the processes of a replica need before its engine is imported."""
+        """Environment variables that the processes of a replica need before they import the engine."""
         spec = ENGINES[engine]
         if self.scratch is None:
             return spec.environment
@@ -51,8 +50,8 @@ class Cluster:
 
     @property
     def crash_outputs(self) -> list[Path]:
-        """What processes of the run on this machine wrote outside of its log, as the C code of one that crashes does;
-        gone with the cluster. Empty for one that was joined."""
+        """Files with output of local processes outside of the log, e.g. of C code that crashes. The files vanish with
+        the cluster. Empty for a joined cluster."""
         return [] if self.scratch is None else sorted(self.scratch.glob("ray/session_2*/logs/*.err"))
 
 
@@ -66,22 +65,23 @@ def ray_cluster(
 ) -> Iterator[Cluster]:
     """Joins the cluster at `address`, or starts one on this machine.
 
-    Without an address, that of RAY_ADDRESS counts, which Ray sets for what it is given to run.
+    Without `address`, RAY_ADDRESS counts; Ray sets it for submitted jobs.
 
     Args:
-        log: where its processes write their log.
-        hidden: environment variables whose values are not in it, as far as those processes have them too.
-        env: further environment variables of those processes.
-        forks: forks those processes of a cluster that is started here, and ends with it.
+        log: file of the cluster's processes.
+        hidden: environment variables whose values the log hides, in processes that have these variables.
+        env: further environment variables of the processes.
+        forks: fork server for the processes of a cluster started here; closed with the cluster.
     """
     address = joined_address(address)
     forks = forks or ForkServer()
     run_id = forks.run_id
-    janitor = Janitor(run_id)  # before the mark: it is not a process of the run
+    janitor = Janitor(run_id)  # before the mark: the janitor must not count as a process of the run
     os.environ[RUN_VARIABLE] = run_id  # Ray's own processes inherit it
     variables = {**environment_defaults(), **_of_hub(), **(env or {}), RUN_VARIABLE: run_id}
     variables |= {LOG_PATH_VARIABLE: str(log), HIDDEN_VARIABLE: " ".join(hidden)}
     with contextlib.ExitStack() as stack:
+        # Callbacks run in reverse: Ray shuts down first, the janitor cleans up last.
         stack.callback(janitor.close)
         stack.callback(forks.close)
         if forks.directory is not None:
@@ -93,9 +93,9 @@ def ray_cluster(
             place = {
                 "include_dashboard": False,
                 "_system_config": {
-                    # else one idle process for each core, that no actor of ours can use
+                    # Otherwise Ray starts one idle process per core that our actors cannot use.
                     "prestart_worker_first_driver": False,
-                    # else Ray keeps a record of every call of an actor: 14 MB a minute in a run of small steps
+                    # Otherwise Ray records every actor call: 14 MB a minute in a run of small steps.
                     "task_events_report_interval_ms": 0,
                 },
                 "_node_ip_address": LOOPBACK,
@@ -109,7 +109,7 @@ def ray_cluster(
                 starting.enter_context(forks.asked_by_ray(ray_constants))
             try:
                 ray.init(
-                    address=address or "local",  # without one, ray looks for a cluster that somebody else has started
+                    address=address or "local",  # with None, Ray would look for somebody else's cluster
                     **place,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
@@ -128,15 +128,15 @@ def ray_cluster(
 
 
 def _of_hub() -> dict[str, str]:
-    """What the driver found out, or was told, about the hub: processes of a cluster that was joined do not inherit it,
-    and vLLM asks the hub for files that a model may do without."""
+    """Whether the hub is offline, as the driver found or was told. Processes of a joined cluster do not inherit it, and
+    vLLM asks the hub for optional files."""
     return {"HF_HUB_OFFLINE": os.environ["HF_HUB_OFFLINE"]} if "HF_HUB_OFFLINE" in os.environ else {}
 
 
 @contextlib.contextmanager
 def _one_machine() -> Iterator[None]:
-    """Inside, Ray takes 127.0.0.1 as it is, and all its servers listen there. Where it knows clusters of several
-    machines (not on macOS and Windows) it replaces that by an address which others reach, and listens on all."""
+    """Context in which Ray keeps 127.0.0.1, and all its servers listen there. Where Ray supports clusters of several
+    machines (not on macOS and Windows), it otherwise picks a reachable address and listens on all interfaces."""
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         yield
@@ -146,9 +146,8 @@ def _one_machine() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _few_processes() -> Iterator[None]:
-    """Inside, a Ray that this process starts leaves out what a run on one machine has no use for: the autoscaler, the
-    reader of the processes' output, and the server of the dashboard. Each of them is a Python process that takes more
-    than a second of CPU time to start."""
+    """Context in which a Ray started by this process omits what one machine does not need: the autoscaler, the log
+    monitor and the dashboard's server. Each is a Python process that takes over a second of CPU time to start."""
     left_out = [name for name in ("start_monitor", "start_log_monitor", "start_api_server") if hasattr(Node, name)]
     before = {name: getattr(Node, name) for name in left_out}
     for name in left_out:
@@ -166,7 +165,7 @@ def _start_nothing(*_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def _own_token(path: Path) -> Iterator[None]:
-    """Inside, a Ray that this process starts asks for a token that is written to `path`."""
+    """Context in which a Ray started by this process requires a token, written to `path`."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": None}
@@ -184,13 +183,13 @@ def _set_authentication(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    Config.initialize("")  # Ray has read the environment when it was imported
+    Config.initialize("")  # Ray read the environment when it was imported
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _local_interfaces() -> dict[str, str]:
-    """Where collectives listen, unless the environment says otherwise: else at the address of the host's name,
-    which others may reach."""
+    """Interfaces where collectives listen, unless the environment sets them. The default is the address of the host
+    name, which other machines may reach."""
     names = [name for name, at in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in at)]
     ours = {f"{kind}_SOCKET_IFNAME": name for kind in ("GLOO", "NCCL") for name in names}
     return {name: os.environ.get(name, value) for name, value in ours.items()}

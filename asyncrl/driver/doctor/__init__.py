@@ -1,8 +1,8 @@
-"""Examines a machine and a recipe before a run: what will not work, what may not, and what to do about it.
+"""Examines a machine and a recipe before a run: what will fail, what may fail, and what to do about it.
 
 Runs in: the command.
 
-Every check measures or tries what the run will need; none reads a list of versions that are said to work.
+Every check measures or tries what the run will need; none relies on a list of supported versions.
 """
 
 from asyncrl.driver.doctor.examination import examine

@@ -1,4 +1,4 @@
-"""What Ray has: a cluster that starts here and ends again, or the one that the run joins."""
+"""Checks Ray: starts and ends a local cluster, or joins the cluster of the run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from asyncrl.errors import Process
 from asyncrl.remote.reply import reply_now
 
 TIMEOUT_S = 60.0
-"""For what is asked of another machine."""
+"""For requests to another machine."""
 PROBE_BYTES = 64 << 20
 SLOW_BYTES_PER_S = 5e8
 
 
 def check_cluster(recipe: Recipe, address: str | None) -> Iterator[Observation]:
-    """Starts a local cluster and ends it, or joins `address`, and looks what it has."""
+    """Starts and ends a local cluster, or joins `address`, and reports its resources."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as scratch, ray_cluster(address, Path(scratch) / "log"):
         took_s, has, nodes = time.monotonic() - began, ray.cluster_resources(), [n for n in ray.nodes() if n["Alive"]]
@@ -41,20 +41,21 @@ def check_cluster(recipe: Recipe, address: str | None) -> Iterator[Observation]:
 
 
 def _of_placement(recipe: Recipe, nodes: list[dict[str, Any]]) -> Iterator[Observation]:
-    """Whether the nodes have room for the run. Raises ConfigError: they have none."""
+    """Whether the nodes have room for the run. Raises ConfigError if not."""
     placement = place_run(recipe, [int(node["Resources"].get("GPU", 0)) for node in nodes])
     how = {"PACK": "on as few nodes as hold them", "STRICT_PACK": "on one node", "SPREAD": "spread over the nodes"}
     yield ok("placement", f"{words(placement.bundles)}; {how[placement.strategy]}")
 
 
 def _of_node(node: dict[str, Any]) -> Iterator[Observation]:
-    """The node has this package and the same versions, and a fast way to this machine."""
+    """Whether the node has the same package versions and a fast connection to this machine."""
     name, here = node["NodeManagerAddress"], package_versions()
     place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     with socket.create_server(("", 0)) as server:
         server.settimeout(TIMEOUT_S)
         probe = ray.remote(num_cpus=0, max_retries=0)(_probe).options(scheduling_strategy=place)
         asked = probe.remote(ray.util.get_node_ip_address(), server.getsockname()[1])
+        # The node sends PROBE_BYTES here, then returns its versions.
         try:
             speed = _received(server)
             there = reply_now(
@@ -74,7 +75,7 @@ def _of_node(node: dict[str, Any]) -> Iterator[Observation]:
 
 
 def _received(server: socket.socket) -> float:
-    """Bytes a second that come in."""
+    """Received bytes per second."""
     connection, _ = server.accept()
     with connection:
         connection.settimeout(TIMEOUT_S)
@@ -85,7 +86,7 @@ def _received(server: socket.socket) -> float:
 
 
 def _probe(address: str, port: int) -> dict[str, Any]:
-    """Runs on another node: sends to this one, and says which packages are there."""
+    """Runs on another node: sends bytes to this one and returns the versions of its packages."""
     with socket.create_connection((address, port), timeout=TIMEOUT_S) as out:
         out.settimeout(TIMEOUT_S)
         out.sendall(bytes(PROBE_BYTES))

@@ -1,5 +1,5 @@
-"""The examination: all checks in the order in which a run would meet their subjects. The preflight says what is wrong
-with the recipe and what the run takes; the doctor compares that with the machine, the cluster, and calls of the reward.
+"""The examination: all checks, in the order in which a run would meet them. The preflight checks the recipe and
+computes what the run needs; the doctor compares that with the machine and the cluster, and tries the reward.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from asyncrl.rewards.reward_pool import RewardPool
 
 TRIED_ROWS = 4
 REMEDIES = {"note": "see whether it is meant", "advice": "set it, unless another reason counts more"}
-"""Label of a line of the plan that is a warning -> what to do."""
+"""Label of a plan line that is a warning -> remedy."""
 
 
 def examine(path: Path, overrides: list[str], *, use_hub: bool = True, use_ray: bool = True) -> Iterator[Observation]:
-    """Findings, one by one as they are made, without what the recipe takes from the environment. Starts reward
-    processes and Ray, and ends them; trains nothing and writes nothing.
+    """Yields findings as they are made, without secrets from the environment. Starts and ends reward processes and Ray;
+    trains and writes nothing.
 
     Args:
-        use_hub: look up models and data of the hub, which downloads tokenizer and data.
+        use_hub: look up models and data on the hub, which downloads tokenizer and data.
         use_ray: start Ray, or join its cluster.
     """
     yield from guarded("versions", check_versions)
@@ -91,8 +91,7 @@ def _plan(recipe: Recipe, passed: list[preflight.Preflight], *, use_hub: bool) -
 
 
 def _sizes(recipe: Recipe, found: preflight.Preflight, path: Path) -> Iterator[Observation]:
-    """Memory of the processes that compute on the CPUs of this machine, and the size of checkpoints, against what it
-    has."""
+    """Compares memory and checkpoint sizes with this machine: processes that compute on its CPUs, and its disk."""
     ranks, weights, trainer = ranks_memory(recipe, found.facts) or [], served_bytes(recipe, found.facts), recipe.trainer
     if ranks and weights and preflight.computes_here(recipe):
         largest = max(memory.peak or memory.total for memory in ranks)
@@ -114,7 +113,7 @@ def _wandb() -> Iterator[Observation]:
 
 
 async def _tried(recipe: Recipe, rows: Sequence[PromptRow]) -> Observation:
-    """Rewards a right and an empty answer to a few rows, in the processes that the run would use."""
+    """Scores correct and empty answers to a few rows, in the processes that the run would use."""
     names, pool = ", ".join(recipe.reward.names), RewardPool(recipe.reward)
     try:
         await pool.start()

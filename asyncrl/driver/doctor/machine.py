@@ -1,4 +1,4 @@
-"""What this machine has: packages, GPUs, memory, shared memory, files, disk, the address of its name."""
+"""Checks of this machine: packages, GPUs, memory, shared memory, files, disk, the address of its name."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Status = Literal["ok", "warning", "bad"]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one check has found.
+    """The finding of one check.
 
     Attributes:
-        area: what was looked at, in one or two words.
-        status: bad: the run will not start, or fail; warning: it may, or will be slower than it could.
-        remedy: what to do; empty where nothing is wrong.
+        area: subject of the check, in one or two words.
+        status: bad: the run will not start, or fails; warning: it may fail, or be slower than necessary.
+        remedy: what to do; empty if nothing is wrong.
     """
 
     area: str
@@ -53,7 +53,7 @@ def bad(area: str, text: str, remedy: str) -> Observation:
 
 
 def guarded(area: str, check: Callable[[], Iterable[Observation] | None]) -> Iterator[Observation]:
-    """The findings of a check; one that fails is a finding itself."""
+    """The findings of a check; a failure of the check becomes a finding."""
     try:
         yield from check() or ()
     except AsyncRLError as error:  # in the words of `explain`
@@ -65,11 +65,11 @@ def guarded(area: str, check: Callable[[], Iterable[Observation] | None]) -> Ite
 
 GIB = 1 << 30
 FILES_PER_PROCESS = 512
-"""Open files and sockets of one process of a run, generously."""
+"""Open files and sockets of one process, a generous estimate."""
 
 
 def check_versions() -> Iterator[Observation]:
-    """The packages that are installed, against what asyncrl asks for."""
+    """Compares the installed packages with asyncrl's requirements."""
     from packaging.requirements import Requirement
 
     for wanted in map(Requirement, metadata.requires("asyncrl") or ()):
@@ -87,7 +87,7 @@ def check_versions() -> Iterator[Observation]:
 
 
 def check_compiled(package: str = "torch") -> Iterator[Observation]:
-    """Python compiles what it imports and keeps the result, unless it may not: then every process compiles it again."""
+    """Whether Python can keep compiled files; otherwise every process compiles its imports again."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None or Path(importlib.util.cache_from_source(found.origin)).exists():
         return
@@ -116,7 +116,7 @@ def check_gpus(recipe: Recipe) -> Iterator[Observation]:
 
 
 def check_shared_memory(place: Path = Path("/dev/shm")) -> Iterator[Observation]:
-    """Weights of transport ipc, Ray's objects and vLLM's and SGLang's processes lie there."""
+    """Transport ipc, Ray's objects, vLLM and SGLang use shared memory."""
     if not place.is_dir():
         return
     free = shutil.disk_usage(place).free
@@ -142,7 +142,7 @@ def check_files(recipe: Recipe) -> Iterator[Observation]:
 
 
 def check_address() -> Iterator[Observation]:
-    """gloo and NCCL find each other by the address of the host's name, unless they are told an interface."""
+    """gloo and NCCL connect by the address of the host name, unless an interface is set."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -165,7 +165,7 @@ def check_memory(needed: int) -> Observation:
 
 
 def check_disk(directory: Path, needed: int) -> Observation:
-    """`needed`: bytes of the checkpoints that are kept, and of one that is written; 0 where that is not known."""
+    """`needed`: bytes of the kept checkpoints and one being written; 0 if unknown."""
     place = directory.absolute()
     while not place.exists():
         place = place.parent

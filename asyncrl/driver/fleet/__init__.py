@@ -1,4 +1,4 @@
-"""Owners of processes: replicas, rollouters, trainer ranks, servers. One starts, replaces and ends its kind.
+"""Owners of processes: replicas, rollouters, trainer ranks, servers. Each starts, replaces and ends its own kind.
 
 Runs in: driver.
 """

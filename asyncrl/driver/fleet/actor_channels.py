@@ -1,4 +1,4 @@
-"""How a client of the replicas reaches them: each call has a deadline and fails with a named error."""
+"""Channels from a client to the replicas: each call has a deadline and fails with a named error."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from asyncrl.remote.waits import replica
 from asyncrl.types import GenerationRequest, ReplicaRow, ReplicaStats, ReplicaTable, TokenChunk
 
 _NUMBERS = itertools.count()
-"""Of the channels that this process has made: tables, and with them channels, are made by the owner of the replicas."""
+"""Numbers the channels of this process; the owner of the replicas makes tables, and channels with them."""
 
 
 class ReplicaActorChannel:
-    """A `ReplicaChannel` over a Ray actor handle. `external`: its client is not part of the run. `incarnation`: as of
-    `Replica.submit`. Each has an outbox of its own at the replica: a collection whose connection broke takes nothing
-    that came for the next channel."""
+    """A `ReplicaChannel` over a Ray actor handle. `external`: the client is not part of the run. `incarnation`: see
+    `Replica.submit`. Each channel has its own outbox at the replica, so a collection with a broken connection cannot
+    take chunks of the next channel."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ReplicaActorChannel:
 
 
 def channels(table: ReplicaTable, client_id: str, *, external: bool = False) -> ReplicaTable:
-    """The table with a channel of this client, instead of the control, as the handle of each replica."""
+    """The table with each replica's control replaced by a channel of this client."""
 
     def channel(replica_id: int, row: ReplicaRow) -> ReplicaActorChannel:
         return ReplicaActorChannel(

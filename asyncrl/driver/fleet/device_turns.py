@@ -1,14 +1,14 @@
-"""Whose turn it is on devices that the engines share with the trainer. Pure: no clock, no process, no call.
+"""Whose turn it is on devices that engines share with the trainer. Pure: no clock, no process, no call.
 
     waking --generate--> generating --rest--> settling --train--> training --wake--> waking
 
 * *waking*: engines may load or take their memory back; a publish brings the weights. A run starts here.
-* *generating*: engines serve requests. The trainer computes nothing and keeps what it keeps between steps.
+* *generating*: engines serve requests. The trainer computes nothing and keeps only its memory between steps.
 * *settling*: engines give their memory back. None may load.
 * *training*: the trainer has the devices. Every engine is asleep, or its process has exited.
 
-`rest` may come in every phase: after a lost training side its successor gets the devices, whoever had them before.
-Nothing leads from settling or training to generating but a wake.
+`rest` is allowed in every phase: after a lost training side the new one gets the devices, whoever had them before.
+From settling and training only a wake leads back to generating.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Phase = Literal["waking", "generating", "settling", "training"]
 
 
 class DeviceTurns:
-    """The phase, and which engines hold memory of the devices. An engine is named by its replica's id; the process of
-    a replica that was killed counts until it has exited."""
+    """The phase, and which engines hold device memory. An engine is named by its replica's id; a killed process counts
+    until it has exited."""
 
     def __init__(self) -> None:
         self._phase: Phase = "waking"
@@ -35,7 +35,7 @@ class DeviceTurns:
 
     @property
     def awake(self) -> frozenset[int]:
-        """The engines that hold memory, or may hold some: from the begin of loading until they sleep or have exited."""
+        """Engines that may hold memory: from the start of loading until they sleep or have exited."""
         return frozenset(self._awake)
 
     @property
@@ -44,26 +44,26 @@ class DeviceTurns:
         return frozenset(self._asleep)
 
     def may_load(self, engine: int) -> bool:
-        """True when a new process of this engine may load its model: in the engines' turn, after the former process
-        has exited."""
+        """True if a new process of this engine may load its model: in the engines' turn, once the old process has
+        exited."""
         return self._phase in ("waking", "generating") and engine not in self._awake | self._exiting
 
     def loads(self, engine: int) -> None:
-        """A process of this engine begins to load. Raises ValueError: it may not."""
+        """A process of this engine begins to load. Raises ValueError if it may not."""
         if not self.may_load(engine):
             raise ValueError(f"engine {engine} cannot load now: {self}")
         self._asleep.discard(engine)
         self._awake.add(engine)
 
     def slept(self, engine: int) -> None:
-        """The engine has given its memory back. Raises ValueError: it was not asked to."""
+        """The engine has given its memory back. Raises ValueError if it was not asked to."""
         if self._phase != "settling" or engine not in self._awake:
             raise ValueError(f"engine {engine} was not asked to sleep: {self}")
         self._awake.discard(engine)
         self._asleep.add(engine)
 
     def killed(self, engine: int) -> None:
-        """The process of the engine was killed. It keeps the memory that it has until it has exited."""
+        """The process of the engine was killed. It holds its memory until it has exited."""
         self._exiting.add(engine)
         self._asleep.discard(engine)
 
@@ -77,14 +77,14 @@ class DeviceTurns:
         self._phase = "settling"
 
     def train(self) -> None:
-        """The trainer takes the devices. Raises ValueError: it is not its turn, or an engine is awake."""
+        """The trainer takes the devices. Raises ValueError if it is not its turn, or an engine is awake."""
         if self._phase != "settling" or self._awake:
             raise ValueError(f"the trainer cannot have the devices: {self}")
         self._phase = "training"
 
     def wake(self) -> None:
-        """A publish begins: all engines may take their memory back, and count as awake. Raises ValueError: the trainer
-        does not have the devices."""
+        """A publish begins: all engines may take their memory back, and count as awake. Raises ValueError if the
+        trainer does not have the devices."""
         if self._phase not in ("training", "waking"):
             raise ValueError(f"nobody is to be woken: {self}")
         self._phase = "waking"
@@ -92,7 +92,7 @@ class DeviceTurns:
         self._asleep.clear()
 
     def generate(self) -> None:
-        """The publish has ended. Raises ValueError: none was in progress."""
+        """The publish has ended. Raises ValueError if none was in progress."""
         if self._phase != "waking":
             raise ValueError(f"generation follows a wake: {self}")
         self._phase = "generating"
@@ -101,21 +101,21 @@ class DeviceTurns:
         return f"{self._phase}, awake {sorted(self._awake)}, asleep {sorted(self._asleep)}"
 
 
-# The waits of replicas and trainer for their turn on shared devices. `inference.device_turns` decides the turns.
+# The waits of replicas and trainer for their turn on shared devices. `DeviceTurns` decides the turns.
 
 
 class SharedDevices:
-    """Owns the turns of the run on devices that the replicas share with the trainer, and wakes who waits for one."""
+    """Owns the turns of a run with shared devices, and wakes the tasks that wait for a turn."""
 
     def __init__(self) -> None:
         self.turns = DeviceTurns()
         self._changed = asyncio.Event()
 
     async def turn_to_load(self, replica_id: int) -> None:
-        """Returns when a new process of this replica may load its engine, and books that it does.
+        """Returns when a new process of this replica may load its engine, and records that it does.
 
-        Waits for: the exit of the former process and the end of the trainer's turn; the exit, the step and the publish
-        have deadlines of their own, and end the run when they miss them.
+        Waits for: the exit of the old process and the end of the trainer's turn; the exit, the step and the publish
+        have their own deadlines, which end the run.
         Unblocked by: `changed`.
         """
         while not self.turns.may_load(replica_id):
@@ -133,5 +133,5 @@ class SharedDevices:
             return
 
     def changed(self) -> None:
-        """Wakes all who wait: the phase is another, or an engine has come up, gone to sleep or exited."""
+        """Wakes all waiting tasks: the phase has changed, or an engine has come up, gone to sleep or exited."""
         self._changed.set()

@@ -1,4 +1,4 @@
-"""Engines that take turns with the trainer on the same devices. `inference.device_turns` has the rules."""
+"""Lets engines take turns with the trainer on the same devices. `fleet.device_turns` has the rules."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from asyncrl.inference.replica_actor import ReplicaControl
 
 
 class EngineTurns:
-    """Puts the engines to sleep and lets them wake, on devices that they share with the trainer."""
+    """Puts engines to sleep and wakes them, on devices that they share with the trainer."""
 
     def __init__(self, pool: ReplicaPool, devices: SharedDevices, *, start_timeout_s: float) -> None:
-        """`devices`: those of the pool."""
+        """`devices`: the devices of `pool`."""
         self._pool, self._devices = pool, devices
         self._limit_s = start_timeout_s + SLEEP_S + EXIT_S
 
     async def sleep(self) -> None:
         """Returns when the trainer may have the devices: every engine that was up sleeps, and every other process has
-        exited. Requests in flight end with the tokens that they have, and wait for the next publish.
+        exited. Requests in flight stop with their tokens so far and wait for the next publish.
 
-        A replica that loads is waited for. One that is late, or cannot sleep, is killed; it is replaced after the next
-        `wake`. Raises RunFailed; DeadlineExceeded: an engine still holds memory; what the listener of the pool raises.
+        Waits for loading replicas. Kills a replica that is late or cannot sleep; it is replaced after the next `wake`.
+        Raises RunFailed; DeadlineExceeded if an engine still holds memory; the errors of the pool's listener.
         """
         turns, loop = self._devices.turns, asyncio.get_running_loop()
         turns.rest()
         deadline = loop.time() + self._limit_s
+        # Repeat: a replica that was loading comes up, and then has to sleep too.
         while awake := turns.awake:
             if self._pool.failure is not None:
                 raise self._pool.failure
@@ -48,10 +49,10 @@ class EngineTurns:
         await self._pool.retell()
 
     async def wake(self) -> None:
-        """The engines have the devices again: a publish follows, which wakes them. Replacements may load. Does nothing
-        while the engines generate: they are awake.
+        """Gives the devices to the engines. The publish that follows wakes them; replacements may load. Does nothing
+        while the engines generate.
 
-        Raises what the listener of the pool raises.
+        Raises the errors of the pool's listener.
         """
         if self._devices.turns.phase != "generating":
             self._devices.turns.wake()
@@ -59,7 +60,7 @@ class EngineTurns:
             await self._pool.retell()
 
     async def _put_to_sleep(self, replica_id: int, control: ReplicaControl) -> None:
-        """One that does not sleep in time is killed: it would keep its memory."""
+        """Kills the replica if it does not sleep in time: it would keep its memory."""
         try:
             await control.call(SLEEP_S, Replica.sleep)
         except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica

@@ -1,7 +1,7 @@
-"""How many replicas a run has: brings the fleet to its target while the run goes on.
+"""Brings the number of replicas to its target while the run goes on.
 
-The places of the first `least` replicas are reserved for the whole run. Each replica beyond them has a place of its
-own, which is taken when it joins and given back when it has left.
+The places of the first `least` replicas are reserved for the whole run. Each further replica has its own place, taken
+when it joins and given back when it has left.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Between two looks at the table and at the nodes."""
+"""Pause between two looks at the table and the nodes."""
 SPARED: tuple[ReplicaState, ...] = ("dead", "starting", "suspended", "newcomer", "serving", "held", "leased")
-"""Which replicas leave first when fewer are wanted: those that do the least for the run."""
+"""Order in which replicas leave when fewer are wanted: least useful to the run first."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetLimits:
-    """`least`: replicas whose places are reserved for the whole run. `most`: None allows any number. `fixed_by`: what
-    allows no other number than `least`; empty where there is nothing of the kind."""
+    """`least`: replicas whose places are reserved for the whole run. `most`: None allows any number. `fixed_by`: the
+    setting that fixes the number at `least`; empty if there is none."""
 
     least: int
     most: int | None = None
     fixed_by: str = ""
 
     def require(self, replicas: int) -> None:
-        """Raises ConfigError: the run cannot have so many."""
+        """Raises ConfigError if the run cannot have this many replicas."""
         asked = f"{replicas} replicas"
         if self.fixed_by and replicas != self.least:
             do = "end the run, and go on with another rollout.num_replicas and resume=auto"
@@ -57,7 +57,7 @@ class FleetLimits:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Ids of replicas: that begin to wait for a place, that no longer wait for one, and that leave."""
+    """Replica ids: `begin` to wait for a place, `give_up` waiting for one, `leave` the fleet."""
 
     begin: tuple[int, ...] = ()
     give_up: tuple[int, ...] = ()
@@ -65,12 +65,12 @@ class Changes:
 
 
 def changes(target: int, least: int, states: Mapping[int, ReplicaState], waiting: Collection[int]) -> Changes:
-    """What brings a fleet to its target. Pure.
+    """The changes that bring a fleet to its target. Pure.
 
     Args:
         target: at least `least`.
-        states: of the replicas in the table. Those that leave count no more, and their ids are not free yet; those
-            whose places are reserved count, because they come back to them.
+        states: of the replicas in the table. Leaving replicas do not count, but their ids are not free yet; a leaving
+            replica with a reserved place counts, because it comes back.
         waiting: ids of replicas that wait for a place.
     """
     there = [i for i, state in states.items() if state != "leaving" or i < least]
@@ -78,14 +78,15 @@ def changes(target: int, least: int, states: Mapping[int, ReplicaState], waiting
     if surplus <= 0:
         free = (i for i in itertools.count() if i not in states and i not in waiting)
         return Changes(begin=tuple(itertools.islice(free, -surplus)))
+    # Too many: cancel waits before stopping replicas. Reserved places stay.
     give_up = sorted((i for i in waiting if i >= least), reverse=True)[:surplus]
     spare = sorted((i for i in there if i >= least), key=lambda i: (SPARED.index(states[i]), -i))
     return Changes(give_up=tuple(give_up), leave=tuple(spare[: surplus - len(give_up)]))
 
 
 class FleetSize:
-    """Keeps the number of replicas at the target. Owns the target, the waits for places, and the places beyond those
-    that are reserved for the whole run."""
+    """Keeps the number of replicas at the target. Owns the target, the waits for places, and the places that are not
+    reserved for the whole run."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class FleetSize:
     ) -> None:
         """
         Args:
-            start_timeout_s: of one wait for a place; another follows.
+            start_timeout_s: of one wait for a place; waits are repeated.
             on_event: `EventLog.write`.
         """
         self._pool = pool
@@ -111,11 +112,11 @@ class FleetSize:
         self._target = limits.least
         self._waits: dict[int, asyncio.Task[None]] = {}
         self._found: dict[int, str] = {}
-        """What the last wait of a replica for a place has found."""
+        """Finding of a replica's last wait for a place."""
         self._taken: set[int] = set()
-        """Replicas that were given a place of their own."""
+        """Replicas with their own place."""
         self._returning: set[int] = set()
-        """Those whose place is being given back."""
+        """Replicas whose place is being given back."""
         self._asked = asyncio.Event()
         self._begun = False
 
@@ -128,14 +129,14 @@ class FleetSize:
         return FleetReport(self._target, limits.least, most, states, waiting)
 
     def resize(self, replicas: int, asked_by: Literal["recipe", "command"] = "command") -> FleetReport:
-        """Sets the target, which `watch` brings about; returns the fleet as it is. Raises ConfigError: the run cannot
-        have so many."""
+        """Sets the target for `watch` and returns the present fleet. Raises ConfigError if the run cannot have this
+        many replicas."""
         self._limits.require(replicas)
         if replicas != self._target:
             logger.info("%d replicas are wanted from now on; before it were %d", replicas, self._target)
             self._on_event(events.FleetResized(replicas, self._target, asked_by))
             self._target = replicas
-            self._apply()  # at once: nothing may join that is too many
+            self._apply()  # now, not in `watch`: no surplus replica may join in between
             self._asked.set()
         return self.report
 
@@ -170,8 +171,9 @@ class FleetSize:
     async def _look(self) -> None:
         for task in list(self._waits.values()):
             if task.done():
-                task.result()  # one that has ended well is no longer here
+                task.result()  # raises; a successful wait has removed itself
         table = self._pool.table
+        # Leave draining nodes, then give back the places of replicas that have left the table.
         for i in await self._places.ending():
             if i in table.rows:
                 self._pool.leave(i, "preempted")
@@ -195,8 +197,8 @@ class FleetSize:
             self._waits[i] = asyncio.create_task(self._join(i), name=f"place of replica {i}")
 
     async def _join(self, replica_id: int) -> None:
-        """Returns when the replica has a place and begins to start. Without one it waits on: Ray's autoscaler adds
-        nodes for places that it is asked for."""
+        """Returns when the replica has a place and begins to start. Keeps waiting: Ray's autoscaler adds nodes for
+        pending places."""
         while True:
             self._taken.add(replica_id)
             try:

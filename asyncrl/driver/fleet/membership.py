@@ -8,15 +8,15 @@
     leave: every state becomes leaving.   Replicas are added and dropped while others work.
 
 * *starting*: its process loads the model.
-* *newcomer*: it is up, behind a closed gate; no weights have been committed on it.
-* *serving*: requests of the rollout reach it. *held*: it serves, and a rolling publish is about to reach it: new
-  requests go to other replicas, unless all are held.
-* *leased*: an evaluation has it for itself; publishes leave it out, so that it stays at its version.
-* *suspended*: it answered too late; nothing reaches it until it answers again and has dropped its requests.
-* *leaving*: it gets no requests and no publish any more; its process is stopped, and the replica dropped.
-* *dead*: its process is killed. A replacement is another incarnation under the same id.
+* *newcomer*: up, behind a closed gate, without committed weights.
+* *serving*: gets requests of the rollout. *held*: serves, and a rolling publish is about to reach it; new requests go
+  to other replicas, unless all are held.
+* *leased*: reserved for an evaluation; publishes skip it, so it keeps its version.
+* *suspended*: answered too late; gets nothing until it answers again and has dropped its requests.
+* *leaving*: gets no more requests or publishes; its process is stopped, and the replica dropped.
+* *dead*: its process is killed. A replacement is a new incarnation under the same id.
 
-`after_failure` decides what a failure leads to.
+`after_failure` decides the consequence of a failure.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from asyncrl.types import ReplicaState
 
 
 AWAY_AFTER = 2
-"""Further tries to start a replica that never came up, while others are a quorum."""
+"""Further tries to start a replica that never came up, while the others form a quorum."""
 ASK_AGAIN_S = 0.2
 """Pause between two health checks of a suspended replica, or between two looks for engines that are awake."""
 SLEEP_S = 60.0
-"""Longest time that an engine may take to give its memory back before its process is killed."""
+"""Longest time for an engine to give its memory back before its process is killed."""
 EXIT_S = 30.0
-"""Longest time for a killed process to exit, where its devices are shared or its place is given back."""
+"""Longest time for a killed process to exit, if it holds shared devices or a place to give back."""
 LEAVE_S = 20.0
-"""Longest time for the rollout side to hear of a replica that leaves, and for a publish to it to end."""
+"""Longest time until the rollout side knows of a leaving replica, and a publish to it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """`max_restarts`: replacements within `window_s`; times are seconds, meant as in `ray:` and `recovery:`.
+    """`max_restarts`: replacements within `window_s`. Times are seconds, as in `ray:` and `recovery:`.
 
-    `rejoin_timeout_s`: how long a late replica may take to answer again; 0 replaces it at once. `restart_delay_s`:
-    delay before the start of a replica whose predecessor failed without having served, doubled with each failure in a
-    row. The memory and the processes of the predecessor may take a while to disappear.
+    `rejoin_timeout_s`: time for a late replica to answer again; 0 replaces it immediately. `restart_delay_s`: delay
+    before the start of a replica whose predecessor failed without having served, doubled with each failure in a row:
+    the predecessor's memory and processes may take a while to disappear.
     """
 
     max_restarts: int
@@ -63,13 +63,13 @@ class PoolSettings:
     window_s: float = math.inf
     rejoin_timeout_s: float = 0.0
     quorum: int | None = None
-    """Replicas that have to come up at the start; None: all."""
+    """Replicas that must come up at the start; None: all."""
     serves_at_once: bool = False
-    """Replicas load real weights and serve from their start; no publish follows."""
+    """Replicas load real weights and serve immediately; no publish follows."""
     stop_timeout_s: float = 10.0
-    """Longest time for one that leaves to stop before its process is killed."""
+    """Longest time for a leaving replica to stop before its process is killed."""
     is_resized: bool = False
-    """`inference.fleet_size` brings back replicas that left. Otherwise the pool replaces them at once."""
+    """`fleet.fleet_size` brings back replicas that left. Otherwise the pool replaces them immediately."""
 
 
 Event = Literal["started", "committed", "hold", "lease", "lease_ended", "fenced", "late", "answered", "failed", "leave"]
@@ -86,15 +86,15 @@ TRANSITIONS: dict[Event, dict[ReplicaState, ReplicaState]] = {
     "failed": dict.fromkeys(("starting", "newcomer", "serving", "held", "leased", "suspended"), "dead"),
     "leave": dict.fromkeys(("starting", "newcomer", "serving", "held", "leased", "suspended", "dead"), "leaving"),
 }
-"""Event -> the states in which it may occur, each with the state that follows."""
+"""Event -> {state in which it may occur: next state}."""
 
 FORGETS: tuple[Event, ...] = ("answered", "lease_ended", "fenced")
-"""Events at which the replica drops its requests and becomes another incarnation."""
+"""Events at which the replica drops its requests and becomes a new incarnation."""
 
 
 @dataclass(slots=True)
 class Member:
-    """One replica. `failures`: incarnations before this one that failed in a row without having served."""
+    """One replica. `failures`: consecutive earlier incarnations that failed without having served."""
 
     state: ReplicaState = "starting"
     incarnation: int = 0
@@ -109,12 +109,12 @@ Followup = Literal["suspend", "leave", "replace", "stay_away"]
 def after_failure(
     replica_id: int, member: Member, why: BaseException | str, *, others_up: int, settings: PoolSettings
 ) -> Followup:
-    """What becomes of a replica that failed because of `why`, an error or what it did wrong.
+    """The consequence of a replica's failure. `why`: an error, or a description of the misbehaviour.
 
     * suspend: it was late, and gets time to answer again.
     * leave: no node has a place for it, and others are up. `fleet_size` brings it back when a node has room.
-    * stay_away: it never came up, and a quorum is up: another try would spend the budget of the others.
-    * replace: its process is killed, and another one started, if the budget allows one.
+    * stay_away: it never came up, and a quorum is up: another try would spend the others' budget.
+    * replace: kill its process and start another, if the budget allows.
     """
     may_rejoin = settings.rejoin_timeout_s > 0 and member.state in TRANSITIONS["late"]
     action = failure_action(replica(replica_id), why, restarts_left=True, may_rejoin=may_rejoin)
@@ -127,7 +127,7 @@ def after_failure(
 
 
 class Membership:
-    """The state of every replica, and whether one that failed may be replaced.
+    """The state of every replica, and whether a failed replica may be replaced.
 
     `generation` grows with every change.
     """
@@ -141,7 +141,7 @@ class Membership:
         """
         self.members = {i: Member() for i in replica_ids}
         self._dropped: dict[int, int] = {}
-        """Incarnation of those that were dropped: the next one under the same id is another."""
+        """Last incarnation of each dropped replica; the next one under the same id continues the count."""
         self.budget = budget
         self.generation = 0
         self._restart_delay_s = restart_delay_s
@@ -154,9 +154,9 @@ class Membership:
         return self.members[replica_id].state in TRANSITIONS[event]
 
     def apply(self, replica_id: int, event: Event, version: int | None = None) -> None:
-        """`version`: what a replica serves from a commit on; None leaves what it had.
+        """`version`: version served after a commit; None keeps the present one.
 
-        Raises ValueError: the event cannot come in this state.
+        Raises ValueError if the event is not allowed in this state.
         """
         member = self.members[replica_id]
         if member.state not in TRANSITIONS[event]:
@@ -165,6 +165,7 @@ class Membership:
         member.state = TRANSITIONS[event][member.state]
         member.incarnation += event in FORGETS
         member.served = member.served or member.state == "serving"
+        # Only replicas with committed weights have a version.
         if member.state not in ("serving", "held", "leased"):
             member.version = None
         elif version is not None:
@@ -172,18 +173,18 @@ class Membership:
         self.generation += (member.state, member.incarnation, member.version) != before
 
     def require_free(self, replica_id: int) -> None:
-        """Raises ValueError: it is there."""
+        """Raises ValueError if the replica exists."""
         if replica_id in self.members:
             raise ValueError(f"replica {replica_id} is there, {self.members[replica_id].state}")
 
     def add(self, replica_id: int) -> None:
-        """A replica joins, as starting. Raises ValueError: it is there."""
+        """A replica joins, as starting. Raises ValueError if it exists."""
         self.require_free(replica_id)
         self.members[replica_id] = Member(incarnation=self._dropped.get(replica_id, -1) + 1)
         self.generation += 1
 
     def drop(self, replica_id: int) -> None:
-        """One that is leaving or dead is gone. Raises ValueError: it is in another state."""
+        """Removes a leaving or dead replica. Raises ValueError in any other state."""
         member = self.members[replica_id]
         if member.state not in ("leaving", "dead"):
             raise ValueError(f"replica {replica_id} is {member.state}: it has to leave first")

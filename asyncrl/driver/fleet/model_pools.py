@@ -1,5 +1,5 @@
-"""The pools of other models than the policy, such as the teacher of a distillation: started with the run, watched, and
-restarted like the policy's replicas, each with a budget of its own. They never get a publish."""
+"""The pools of models other than the policy, such as the teacher of a distillation: started with the run, watched, and
+restarted like the policy's replicas, each with its own budget. They never get a publish."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from asyncrl.types import ReplicaTable
 from asyncrl.types.events import Event, ModelReplicaChanged, ReplicaEvent
 
 Listener = Callable[[str, ReplicaTable], Awaitable[None]]
-"""(section of the recipe, the replicas of its pool)."""
+"""(section of the recipe, replica table of its pool)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterGpus:
-    """GPUs of a cluster: of all nodes, and on each node those that the run's replicas and ranks leave."""
+    """GPUs of a cluster: `total`, and on each node the GPUs left by the run's replicas and ranks."""
 
     total: float
     free_of_nodes: tuple[int, ...]
@@ -35,10 +35,10 @@ class ClusterGpus:
 
 
 def pool_gpus(recipe: Recipe, gpus: ClusterGpus) -> dict[str, float]:
-    """GPUs of one replica of each pool; 0: it computes on a CPU. Engines that take whole GPUs come first; embedded
-    ones have a GPU each or share evenly what is left then.
+    """GPUs of one replica of each pool; 0: computes on a CPU. Engines that take whole GPUs come first; embedded engines
+    get one GPU each, or share the rest evenly.
 
-    Raises ConfigError: the run leaves too few.
+    Raises ConfigError if the run leaves too few.
     """
     if not gpus.total:
         return dict.fromkeys(recipe.pools, 0.0)
@@ -67,7 +67,7 @@ class ModelPools:
 
     Consumes: failures that the health watch of each pool finds.
     Produces: replacements of replicas; the table of each pool, for the listener.
-    Waits for: as `ReplicaPool`.
+    Waits for: see `ReplicaPool`.
     Stops when: `stop` is called. `watch` raises once a pool has spent its budget.
     """
 
@@ -81,11 +81,11 @@ class ModelPools:
     ) -> None:
         """
         Args:
-            gpus: what the rest of the run leaves is for the pools.
-            environment: name of an engine -> variables that its processes need.
+            gpus: the free GPUs are for the pools.
+            environment: name of an engine -> environment variables of its processes.
             on_event: `EventLog.write`.
 
-        Raises ConfigError: too few GPUs are left.
+        Raises ConfigError if too few GPUs are left.
         """
         self._recipe = recipe
         self._on_event = on_event
@@ -107,7 +107,7 @@ class ModelPools:
         return bool(self._pools)
 
     async def start(self) -> None:
-        """Starts all replicas of all pools. Raises what `ReplicaPool.start` raises."""
+        """Starts all replicas of all pools. Raises like `ReplicaPool.start`."""
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
         if self._listener is not None:
             await self.set_listener(self._listener)
@@ -119,7 +119,7 @@ class ModelPools:
             await pool.set_listener(lambda table, key=key: listener(key, table))
 
     async def watch(self) -> None:
-        """Checks the health of all replicas until it is cancelled. Raises RunFailed: a pool has spent its budget."""
+        """Checks the health of all replicas until cancelled. Raises RunFailed if a pool has spent its budget."""
 
         async def one(key: str, pool: ReplicaPool) -> None:
             try:
@@ -141,7 +141,7 @@ class ModelPools:
             await asyncio.gather(*watches, return_exceptions=True)
 
     async def forget_client(self, client_id: str) -> None:
-        """As `ReplicaPool.forget_client`, of every pool."""
+        """`ReplicaPool.forget_client` of every pool."""
         for pool in self._pools.values():
             await pool.forget_client(client_id)
 

@@ -1,5 +1,5 @@
-"""Those who send requests to the replicas of a pool, as the pool knows them: one listener that routes requests by its
-table, and clients that are gone."""
+"""Clients of a pool's replicas: the one listener that routes requests by the pool's table, and the clients that have
+ended."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Listener = Callable[[ReplicaTable], Awaitable[None]]
 
 
 class PoolClients:
-    """Owns the listener, and knows which table it has: one call to it at a time, with the latest table. Owns the names
-    of clients that no replica may work for, also one that was suspended when they ended."""
+    """Sends the newest table to the listener, one call at a time. Remembers ended clients, so that a replica suspended
+    at their end can forget them later."""
 
     def __init__(self, table: Callable[[], ReplicaTable], timeout_s: float) -> None:
         """
         Args:
-            table: returns the table as it is now.
+            table: returns the present table.
             timeout_s: of a call to one replica.
         """
         self._table = table
@@ -35,27 +35,27 @@ class PoolClients:
         self._forgotten: list[str] = []
 
     def listen(self, listener: Listener | None) -> None:
-        """The next `tell` sends the table to this listener; None: to nobody."""
+        """Sets the listener of the next `tell`; None: nobody."""
         self._listener, self._told = listener, -1
 
     def repeat(self) -> None:
-        """The next `tell` sends the table in any case: a connection can break although no process died."""
+        """Makes the next `tell` send the table even if unchanged: a connection can break although no process died."""
         self._told = -1
 
     async def tell(self) -> None:
-        """Returns when the listener has the table as it is now, or a later one. Raises what the listener raises."""
+        """Returns when the listener has the present table or a later one. Raises the listener's errors."""
         async with self._turn:
             listener, table = self._listener, self._table()
             if listener is not None and self._told != table.generation:
                 await listener(table)
-                if listener is self._listener:  # another one may have taken its place during the call
+                if listener is self._listener:  # it may have been replaced during the call
                     self._told = table.generation
 
     async def tell_soon(self) -> None:
-        """As `tell`; does not raise."""
+        """Like `tell`, but does not raise."""
         try:
             await self.tell()
-        except Exception as error:  # noqa: BLE001 - task boundary: the next call of `tell` meets the same, and raises
+        except Exception as error:  # noqa: BLE001 - task boundary: the next `tell` meets the same error, and raises
             logger.warning("the rollout side does not know of a change of the replicas yet: %s", error)
 
     async def forget(self, client_id: str, members: Mapping[int, ReplicaControl]) -> None:
@@ -67,6 +67,6 @@ class PoolClients:
                 logger.warning("replica %d may still work for %s: %s", replica_id, client_id, outcome)
 
     async def forget_all(self, control: ReplicaControl) -> None:
-        """A replica that comes back stops all work for the clients that are gone. Raises what a call raises."""
+        """Makes a returning replica stop all work for ended clients. Raises the error of a call."""
         for client_id in self._forgotten:
             await control.call(self._timeout_s, Replica.forget_client, client_id)

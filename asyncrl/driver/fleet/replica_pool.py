@@ -1,8 +1,8 @@
 """The replicas of a run or a server: started together, watched, suspended when late, replaced when dead or wrong.
 
-`inference.membership` decides the states, and what a failure leads to. The pool does what follows: it starts, checks,
-resets and kills processes. The listener, which routes requests, gets the whole table after each change and computes
-the difference.
+`fleet.membership` decides the states and the consequences of failures. The pool acts on them: it starts, checks, resets
+and kills processes. The listener, which routes requests, gets the whole table after each change and computes the
+difference.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class ReplicaPool:
     """Owns the processes of the replicas, their states and the budget for replacing them.
 
     Consumes: failures that its health watch, the checkpoint engine and the coordinator report.
-    Produces: the members that a publish reaches; a replacement for each replica that failed; the end of each that was
-    asked to leave, by its machine or by `leave`; the replica table.
+    Produces: the members that a publish reaches; a replacement for each failed replica; the end of each replica that
+    its machine or `leave` asked to go; the replica table.
     Waits for: health checks, every `health_interval_s` and at most `health_timeout_s`; starts, at most
     `start_timeout_s`; suspended replicas, at most `rejoin_timeout_s`.
     Unblocked by: the answers of the replicas.
-    Stops when: `stop` is called. `watch` raises once a replica has failed that the budget does not replace.
+    Stops when: `stop` is called. `watch` raises once a failed replica exceeds the budget.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ReplicaPool:
         Args:
             spawn: makes the process of replica i, not started.
             on_event: `EventLog.write`.
-            devices: the devices that the replicas share with the trainer; None: they have their own.
+            devices: devices shared with the trainer; None: the replicas have their own.
         """
         self._spawn = spawn
         self._settings = settings
@@ -87,17 +87,17 @@ class ReplicaPool:
 
     @property
     def newcomers(self) -> dict[int, ReplicaControl]:
-        """Those that are up and have no committed weights yet."""
+        """Replicas that are up without committed weights."""
         return self.those("newcomer")
 
     @property
     def serving(self) -> dict[int, ReplicaControl]:
-        """Those that have committed weights: requests are sent to them."""
+        """Replicas with committed weights: requests go to them."""
         return self.those(*ROUTED)
 
     @property
     def table(self) -> ReplicaTable:
-        """All of them, as the listener gets it."""
+        """All replicas, for the listener."""
         members = self._membership.members
         asleep = frozenset[int]() if self._devices is None else self._devices.turns.asleep
         return ReplicaTable(
@@ -111,22 +111,22 @@ class ReplicaPool:
         )
 
     async def set_listener(self, listener: Listener | None) -> None:
-        """Sends the table to this listener, now and after each change; None sends it to nobody. Raises what the
-        listener raises."""
+        """Sends the table to this listener, now and after each change; None: to nobody. Raises the listener's
+        errors."""
         self._clients.listen(listener)
         await self._clients.tell()
 
     async def retell(self) -> None:
-        """Sends the table as another one: what it says besides states has changed. Raises what the listener raises."""
+        """Sends the table under a new generation, for changes other than states. Raises the listener's errors."""
         self._membership.generation += 1
         await self._clients.tell()
 
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts all of them at once, and begins to replace those that fail, as long as a quorum can come up: of many
-        machines one is always ill. Returns when the others are up. Raises what one replica too many raises, and a
-        ConfigError, which every other one would raise too."""
+        """Starts all replicas concurrently. Replaces replicas that fail to start as long as a quorum can come up, and
+        returns when the others are up. Raises the first error beyond that, and any ConfigError immediately, since all
+        replicas share the configuration."""
         controls, failed = dict(self._controls), dict[int, Exception]()
         spare = 0 if self._settings.quorum is None else len(controls) - self._settings.quorum
 
@@ -147,10 +147,10 @@ class ReplicaPool:
             self.fail(replica_id, controls[replica_id], error)
 
     def fail(self, replica_id: int, control: ReplicaControl, why: BaseException | str) -> None:
-        """Takes this incarnation of a replica out; a later one is left alone.
+        """Takes this incarnation of a replica out; ignores an incarnation that has been replaced.
 
-        One that is late (DeadlineExceeded) is suspended, if the settings give it time to rejoin. Any other is killed
-        and begins to be replaced. When no replacement is left, `watch` and `wait_member` raise RunFailed.
+        A late replica (DeadlineExceeded) is suspended if the settings give it time to rejoin. Any other is killed and
+        replaced. When the budget is spent, `watch` and `wait_member` raise RunFailed.
         """
         if not self._is_awaited(replica_id, control):
             return
@@ -175,8 +175,8 @@ class ReplicaPool:
             ) from None
 
     async def watch(self) -> None:
-        """Checks the health of every member until it is cancelled, and sends the table again: a connection can break
-        although no process died. Raises RunFailed when a replica has failed and the budget is spent."""
+        """Checks the health of every member and resends the table (a connection can break although no process died),
+        until cancelled. Raises RunFailed when a replica has failed and the budget is spent."""
         while True:
             try:
                 async with asyncio.timeout(self._settings.health_interval_s):
@@ -187,8 +187,8 @@ class ReplicaPool:
                 await self._clients.tell()
 
     async def stats(self) -> list[ReplicaStats]:
-        """Statistics of every member that answers, also in the middle of a publish. A member that does not answer has
-        failed (`fail`); one whose process was asked to end leaves."""
+        """Statistics of every member that answers, also during a publish. A member that does not answer has failed
+        (`fail`); a member whose process was asked to end leaves."""
 
         async def one(replica_id: int, control: ReplicaControl) -> ReplicaStats | None:
             try:
@@ -204,7 +204,7 @@ class ReplicaPool:
         return [a for a in answers if a is not None]
 
     async def stop(self, timeout_s: float) -> None:
-        """Asks every replica to stop, then kills it; none is replaced any more."""
+        """Asks every replica to stop, then kills it. Replacements end."""
         self._stopping = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -221,21 +221,21 @@ class ReplicaPool:
     # -- joining and leaving ------------------------------------------------------------------------------------
 
     def join(self, replica_id: int) -> None:
-        """Adds a replica that is not there and begins to start it; it serves from its first publish on. Does nothing in
-        a pool that is at its end. Raises ValueError: it is there."""
+        """Adds a replica and begins to start it; it serves from its first publish on. Does nothing in a pool that is
+        ending. Raises ValueError if the replica exists."""
         if self._stopping or self.failure is not None:
             return
         self._membership.require_free(replica_id)
-        control = self._controls[replica_id] = self._spawn(replica_id)  # before it is a member: it may fail
+        control = self._controls[replica_id] = self._spawn(replica_id)  # before it becomes a member: may raise
         self._membership.add(replica_id)
         self._on_event(events.ReplicaJoined(replica_id))
         self._spawn_task(self._start(replica_id, control, 0.0), f"start replica {replica_id}")
         self._tell_soon(replica_id)
 
     def leave(self, replica_id: int, why: events.Departure) -> None:
-        """Begins to take a replica out: no new request goes to it, those in flight resume elsewhere with their tokens,
-        and its process is stopped once no publish is in progress, `LEAVE_S` later at the latest. It costs no restart.
-        Then it is in the table no more. Does nothing for one that leaves already, and in a pool at its end."""
+        """Begins to take a replica out: it gets no new request, its requests in flight resume elsewhere with their
+        tokens, and its process stops once no publish is in progress, `LEAVE_S` later at the latest. Costs no restart.
+        Does nothing for a replica that is leaving, and in a pool that is ending."""
         member = self._membership.members.get(replica_id)
         if member is None or member.state == "leaving" or self._stopping or self.failure is not None:
             return
@@ -250,7 +250,7 @@ class ReplicaPool:
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:
-        """A publish is in progress: replicas that leave stay until its end, since it would wait for them."""
+        """Context of a publish: leaving replicas stay until its end, since it would wait for them."""
         self._quiet.clear()
         try:
             yield
@@ -258,21 +258,21 @@ class ReplicaPool:
             self._quiet.set()
 
     async def hold(self, controls: Mapping[int, ReplicaControl]) -> None:
-        """A rolling publish reaches these next: no new request goes to them until they have committed, unless every
-        replica is held. Returns when the listener has the table. Raises what the listener raises."""
+        """Announces that a rolling publish reaches these next: they get no new request until they have committed,
+        unless every replica is held. Returns when the listener has the table. Raises the listener's errors."""
         for replica_id in self._current(controls):
             if self._membership.may(replica_id, "hold"):
                 self._membership.apply(replica_id, "hold")
         await self._clients.tell()
 
     async def committed(self, controls: Mapping[int, ReplicaControl], version: int | None = None) -> int:
-        """Records that these incarnations serve the trainer's weights; returns how many of them have not failed since.
+        """Records that these incarnations serve the trainer's weights; returns how many have not failed since.
 
-        Returns when the listener has the table, and so sends nothing to those that failed. Raises what the listener
-        raises.
+        Returns once the listener has the table, so that nothing is sent to failed replicas. Raises the listener's
+        errors.
 
         Args:
-            version: the version that they serve; None where all serving replicas have the same one.
+            version: the version that they serve; None if all serving replicas have the same.
         """
         for replica_id in self._current(controls):
             if self._membership.may(replica_id, "committed"):
@@ -289,8 +289,8 @@ class ReplicaPool:
     async def fence(self) -> None:
         """Makes every replica a newcomer: it closes its gate and drops its requests until the next publish.
 
-        Needed when the training side restarts from a checkpoint before the published version: the replicas hold weights
-        of steps that were undone. Also drops the listener: set the next one afterwards.
+        Needed when the training side restarts from a checkpoint older than the published version: the replicas hold
+        weights of undone steps. Also drops the listener: set the next one afterwards.
         """
         self._clients.listen(None)
         up = self._up
@@ -303,7 +303,7 @@ class ReplicaPool:
     async def lease(self, count: int) -> dict[int, ReplicaControl]:
         """Takes up to `count` serving replicas, but never the last one, out of rollout and publishes; returns them.
 
-        Must not be called during a publish. Raises what the listener raises.
+        Must not be called during a publish. Raises the listener's errors.
         """
         free = self.those("serving")
         chosen = sorted(free)[max(1, len(free) - count) :]
@@ -314,7 +314,7 @@ class ReplicaPool:
         return {i: control for i, control in self.those("leased").items() if i in chosen and free[i] is control}
 
     async def end_lease(self, controls: Mapping[int, ReplicaControl]) -> None:
-        """Makes those of these that are still leased newcomers. Does not raise: a replica that does not answer has
+        """Makes these replicas newcomers, if still leased. Does not raise: a replica that does not answer has
         failed."""
 
         async def one(replica_id: int, control: ReplicaControl) -> None:
@@ -327,25 +327,25 @@ class ReplicaPool:
 
     async def forget_client(self, client_id: str) -> None:
         """Stops all work for this client, whose process has ended. Does not raise: the next health check finds a
-        replica that fails here."""
+        failing replica."""
         await self._clients.forget(client_id, self._up)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     @property
     def _up(self) -> dict[int, ReplicaControl]:
-        """Members, and those that an evaluation has."""
+        """Members and leased replicas."""
         return self.those(*UP, "leased")
 
     def _current(self, controls: Mapping[int, ReplicaControl]) -> list[int]:
-        """Those of `controls` that have not been replaced or suspended since, and do not leave."""
+        """The ids in `controls` that were not replaced or suspended since, and are not leaving."""
         return [i for i, control in controls.items() if self._controls.get(i) is control and not self._leaves(i)]
 
     def _leaves(self, replica_id: int) -> bool:
         return self._membership.members[replica_id].state == "leaving"
 
     async def _reset(self, replica_id: int, control: ReplicaControl, becomes: int = 0) -> bool:
-        """True when the replica, `becomes` incarnations later, has forgotten its requests; else it has failed."""
+        """Makes the replica, `becomes` incarnations later, forget its requests; False if it failed."""
         limit_s = self._settings.health_timeout_s
         try:
             incarnation = self._membership.members[replica_id].incarnation + becomes
@@ -360,13 +360,13 @@ class ReplicaPool:
         self._on_event(events.ReplicaSuspended(replica_id, str(why)))
         self._membership.apply(replica_id, "late")
         self._details[replica_id] = str(why)
-        # A new control: calls of a publish that still holds the former one cannot reach the replica after it rejoined.
+        # A new control: a publish that still holds the old control cannot reach the replica after it rejoined.
         self._controls[replica_id] = control.abandon()
         self._spawn_task(self._rejoin(replica_id, self._controls[replica_id], why), f"rejoin replica {replica_id}")
         self._tell_soon(replica_id)
 
     async def _rejoin(self, replica_id: int, control: ReplicaControl, why: BaseException | str) -> None:
-        """Makes a suspended replica a newcomer when it answers again. One that is dead or takes too long has failed."""
+        """Makes a suspended replica a newcomer once it answers again; fails it if it is dead or takes too long."""
         try:
             await self._answer_again(replica_id, control, why)
         except Exception as failure:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
@@ -378,7 +378,7 @@ class ReplicaPool:
             self._changed.set()
 
     async def _answer_again(self, replica_id: int, control: ReplicaControl, why: BaseException | str) -> None:
-        """Returns when the replica has answered and has dropped its requests. Raises DeadlineExceeded after
+        """Returns once the replica has answered and dropped its requests. Raises DeadlineExceeded after
         `rejoin_timeout_s`, ProcessDied."""
         health_s, limit_s = self._settings.health_timeout_s, self._settings.rejoin_timeout_s
         loop = asyncio.get_running_loop()
@@ -389,6 +389,7 @@ class ReplicaPool:
                 reset_s = max(deadline - loop.time(), health_s)
                 await control.call(reset_s + GRACE_S, Replica.reset, reset_s, incarnation)
                 return await self._clients.forget_all(control)
+            # Clients that ended during the suspension could not reach this replica: `forget_all` catches up.
             except DeadlineExceeded:
                 if loop.time() >= deadline:
                     found = f"it did not answer again within {limit_s:g} s; before that: {why}"
@@ -398,12 +399,15 @@ class ReplicaPool:
     def _replace(self, replica_id: int, control: ReplicaControl, why: BaseException | str, *, stays_away: bool) -> None:
         logger.error("replica %d has failed: %s", replica_id, why)
         self._on_event(events.ReplicaFailed(replica_id, str(why), restarts=self._budget.total))
+        # Phase 1: kill. The devices count as held until the process has exited.
         control.kill()
         if self._devices is not None:
             self._devices.turns.killed(replica_id)
             self._spawn_task(self._exit(replica_id, control), f"exit of replica {replica_id}")
+        # Phase 2: record the failure before `replace` begins the next incarnation.
         self._membership.apply(replica_id, "failed")
         self._details[replica_id] = str(why)
+        # Phase 3: stay away, replace, or end the run.
         if stays_away and self._budget.take():
             logger.error("replica %d did not start and stays away; the others go on", replica_id)
             self._changed.set()
@@ -435,23 +439,25 @@ class ReplicaPool:
             self._tell_soon(replica_id)
 
     async def _load(self, replica_id: int, control: ReplicaControl) -> None:
-        """Starts a replica once it has a place, in the engines' turn where the devices are shared. Raises what its
-        start raises, NoPlace."""
+        """Starts a replica once it has a place, with shared devices in the engines' turn. Raises the error of its
+        start, NoPlace."""
         await control.placed(self._settings.start_timeout_s)
         if self._devices is not None:
             await self._devices.turn_to_load(replica_id)
-            if not self._is_awaited(replica_id, control):  # it has left while it waited: nothing loads
+            if not self._is_awaited(replica_id, control):  # it left while it waited: nothing loads
                 self._devices.turns.exited(replica_id)
                 self._devices.changed()
                 return
         await control.call(self._settings.start_timeout_s, Replica.start)
 
     async def _leave(self, replica_id: int, control: ReplicaControl, *, stops: bool) -> None:
-        """`stops`: its process is up, and is asked to stop before it is killed."""
+        """`stops`: the process is up and is asked to stop before it is killed."""
+        # Phase 1: let the rollout side stop sending, and a publish end.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 await self._clients.tell_soon()
                 await self._quiet.wait()
+        # Phase 2: end the process.
         if stops:
             try:
                 await control.call(self._settings.stop_timeout_s, Replica.stop)
@@ -461,6 +467,7 @@ class ReplicaPool:
         if self._devices is not None:
             self._devices.turns.killed(replica_id)
         await self._exit(replica_id, control)
+        # Phase 3: remove it from the table; without a `FleetSize` its place is filled again.
         self._membership.drop(replica_id)
         del self._controls[replica_id]
         self._details.pop(replica_id, None)
@@ -470,8 +477,8 @@ class ReplicaPool:
             self.join(replica_id)
 
     async def _exit(self, replica_id: int, control: ReplicaControl) -> None:
-        """Returns when a killed process has exited, and books it. One that does not exit keeps its memory: the next
-        `sleep` raises then."""
+        """Returns when a killed process has exited, and records it. A process that does not exit keeps its memory:
+        the next `sleep` raises then."""
         try:
             await control.ended(EXIT_S, Replica.ping)
         except DeadlineExceeded:
@@ -482,7 +489,7 @@ class ReplicaPool:
             self._devices.changed()
 
     def _is_awaited(self, replica_id: int, control: ReplicaControl) -> bool:
-        """True while this incarnation is wanted: it has not been replaced and does not leave, and the pool goes on."""
+        """True while this incarnation is wanted: not replaced, not leaving, and the pool goes on."""
         return bool(self._current({replica_id: control})) and not self._stopping and self.failure is None
 
     def _came_up(self, replica_id: int) -> None:
@@ -500,7 +507,7 @@ class ReplicaPool:
         task.add_done_callback(self._tasks.discard)
 
     async def _wait_change(self) -> None:
-        """Returns when a replica came up; raises RunFailed when one is lost for good."""
+        """Returns when a replica came up; raises RunFailed when a replica is lost for good."""
         if self.failure is None:
             await self._changed.wait()
             self._changed.clear()

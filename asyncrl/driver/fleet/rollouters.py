@@ -1,4 +1,4 @@
-"""Keeps the rollouters of a run up: another process replaces one that died or answers no health check.
+"""Keeps the rollouters of a run up: replaces a rollouter that died or misses a health check.
 
 The queue requeues the groups of a dead rollouter. The replicas forget the dead client and stop generating for it.
 """
@@ -31,36 +31,36 @@ T = TypeVar("T")
 
 POLICY = ""
 GRACE_S = 5.0
-"""Time that the call of an evaluation has beyond the rollouter's deadline, so that the rollouter's error arrives."""
+"""Extra time of an evaluation's call beyond the rollouter's deadline, so that the rollouter's error arrives."""
 
 
 @dataclass(slots=True, eq=False)
 class _Incarnation:
-    """One rollouter process. `up`: it has started and has a table. `failure`: why it was dropped."""
+    """One rollouter process. `up`: started, and has the tables. `failure`: why it was dropped."""
 
     actor: ActorClient[Rollouter]
     client_id: str
     up: bool = False
     told: dict[str, ReplicaTable] = field(default_factory=dict)
-    """The tables that it has."""
+    """The tables sent to it."""
     failure: ProcessDied | None = None
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """One rollouter of the run, whichever process that is. `ready`: set while `current` is up."""
+    """One rollouter of the run, across its processes. `ready`: set while `current` is up."""
 
     index: int
     current: _Incarnation
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     stats: RolloutStats | None = None
-    """The last ones known; None before its first start."""
+    """The last known statistics; None before the first start."""
 
 
 class Rollouters:
-    """The rollouters of a run as one: the message queue gives each its share of the groups, and each works with its
-    part of the replica table. Owns their processes, the budget of their restarts and the newest tables, which a
+    """All rollouters of a run behind one interface: the message queue gives each its share of the groups, and each
+    works with its part of the replica table. Owns their processes, their restart budget and the newest tables, which a
     replacement gets at its start."""
 
     def __init__(
@@ -76,11 +76,11 @@ class Rollouters:
     ) -> None:
         """
         Args:
-            spawn: makes an actor from its client id; it has no replicas and is not started.
-            take_back: (reason, client id) requeues every running group; the queue then refuses calls of that client.
+            spawn: makes an actor from its client id, without replicas and not started.
+            take_back: (reason, client id) requeues every running group of that client and refuses its later calls.
                 Returns the number of groups.
             forget: makes the replicas drop a dead client.
-            budget: limits the restarts of all together.
+            budget: of all restarts together.
             on_event: `EventLog.write`.
         """
         self._spawn = spawn
@@ -90,7 +90,7 @@ class Rollouters:
         self._start_timeout_s = start_timeout_s
         self._on_event = on_event
         self._tables = {POLICY: ReplicaTable()}
-        """Section of the recipe -> the replicas of that pool of another model; the policy's under `POLICY`."""
+        """Section of the recipe -> replicas of that model's pool; the policy's under `POLICY`."""
         self._members = tuple(_Member(index, self._new()) for index in range(count))
         self._turns = itertools.cycle(self._members)
         self._evaluations = itertools.count()
@@ -99,33 +99,32 @@ class Rollouters:
 
     @property
     def client_ids(self) -> tuple[str, ...]:
-        """The names of the current rollouters among the clients of the replicas."""
+        """Ids under which the replicas know the current rollouters."""
         return tuple(member.current.client_id for member in self._members)
 
     async def start(self, timeout_s: float) -> RolloutStats:
-        """Starts all. Raises what the first one that fails raises: nothing is replaced before the run has begun."""
+        """Starts all. Raises the first error: nothing is replaced before the run has begun."""
         return together(await concurrently(self._start(member, timeout_s) for member in self._members))
 
     async def run(self) -> None:
-        """Runs all rollouters, and replaces each whose process dies.
+        """Runs all rollouters, and replaces each that dies.
 
         Consumes: deaths and missed health checks of the rollouters.
-        Produces: another rollouter that has the replica table; the groups of the dead one, requeued.
+        Produces: a new rollouter that has the replica table; the groups of the dead one, requeued.
         Waits for: starts and calls of the rollouters, each with its deadline.
         Unblocked by: the answers; a health check that drops a rollouter.
         Stops when: `stop` is called.
 
-        Raises RunFailed: the restarts are spent; else the first that a rollouter raised, or what the calls to the queue
-        raise.
+        Raises RunFailed if the restarts are spent; otherwise the first error of a rollouter or of a call to the queue.
         """
         await concurrently(self._run(member) for member in self._members)
 
     async def evaluate(self, name: str, seed: int, timeout_s: float, leased: ReplicaTable | None = None) -> EvalResult:
-        """As `Rollouter.evaluate`, on one rollouter after the other; starts again on the next process when one dies.
-        Raises DeadlineExceeded.
+        """`Rollouter.evaluate`, by the rollouters in turn; starts over on the next process when one dies. Raises
+        DeadlineExceeded.
 
         Args:
-            leased: the replicas that answer all of it; None: all that serve, of whichever rollouter.
+            leased: the replicas that answer; None: all serving replicas, of every rollouter.
         """
         member, deadline = next(self._turns), time.monotonic() + timeout_s
         while True:
@@ -138,10 +137,10 @@ class Rollouters:
                 raise DeadlineExceeded(explain(f"evaluate({name}) of the rollouter", found, do)).of(ROLLOUTER) from None
             current = member.current
             if not current.up:
-                continue  # it died between its wake and this task's
+                continue  # it died between `ready` and now
             table = self._tables[POLICY] if leased is None and len(self._members) > 1 else leased
             if table is not None:
-                # Each evaluation is a client of its own, which ends with the rollouter: see `Replica.forget_client`.
+                # Each evaluation is its own client, which ends with the rollouter: see `Replica.forget_client`.
                 table = channels(table, f"{current.client_id}/evaluation-{next(self._evaluations)}")
             left_s = max(0.0, deadline - time.monotonic())
             work = current.actor.call(left_s + GRACE_S, Rollouter.evaluate, name, seed, left_s, table)
@@ -157,22 +156,22 @@ class Rollouters:
         await self.set_pool(POLICY, table)
 
     async def set_pool(self, key: str, table: ReplicaTable) -> None:
-        """As `set_replicas`, of the pool of another model. `key`: its section of the recipe."""
+        """`set_replicas` for the pool of another model. `key`: its section of the recipe."""
         self._tables[key] = table
         await concurrently(self._tell(member) for member in self._members)
 
     async def partials(self, timeout_s: float) -> list[PartialGroup]:
-        """The running groups; none of a rollouter that is not up, since the groups of a dead one start again anyway."""
+        """The running groups, without those of a dead rollouter: they start over anyway."""
         found = await concurrently(self._partials(member, timeout_s) for member in self._members)
         return list(itertools.chain.from_iterable(found))
 
     async def stats(self, timeout_s: float) -> RolloutStats:
-        """The health check: a rollouter that does not answer in time is killed and replaced. Until the next one is up,
-        its last statistics count; the restart has its own deadline."""
+        """The health check: kills and replaces a rollouter that does not answer in time. Its last statistics count
+        until the next process is up; the restart has its own deadline."""
         return together(await concurrently(self._check(member, timeout_s) for member in self._members))
 
     async def stop(self, timeout_s: float) -> None:
-        """Asks all to stop, and kills what is left of them. Raises the first error that a call raises."""
+        """Asks all to stop, then kills them. Raises the first error of a call."""
         self._stopping = True
         forgetting = list(self._forgetting)
         for task in forgetting:
@@ -201,7 +200,7 @@ class Rollouters:
     # -- one of them ---------------------------------------------------------------------------------------------
 
     def _new(self) -> _Incarnation:
-        client_id = f"rollouter-{uuid.uuid4().hex[:12]}"  # replicas refuse the clients that they were told to forget
+        client_id = f"rollouter-{uuid.uuid4().hex[:12]}"  # a fresh id: replicas refuse forgotten clients
         return _Incarnation(self._spawn(client_id), client_id)
 
     async def _start(self, member: _Member, timeout_s: float) -> RolloutStats:
@@ -219,7 +218,7 @@ class Rollouters:
         while True:
             current = member.current
             try:
-                # as long as the run lasts: the health check bounds it
+                # Lasts as long as the run; the health check bounds it.
                 await self._answer(current, current.actor.call(FOREVER_S, Rollouter.run))
                 return
             except ProcessDied as error:
@@ -230,7 +229,7 @@ class Rollouters:
                 await self._restart(member, error)
 
     async def _restart(self, member: _Member, failure: ProcessDied) -> None:
-        """Replaces the current process, which is dead. Raises RunFailed."""
+        """Replaces the current, dead process. Raises RunFailed."""
         while True:
             dead = member.current
             logger.error("the rollouter has failed: %s", failure)
@@ -243,6 +242,7 @@ class Rollouters:
                         "see the log of the run; raise recovery.max_restarts, or go on with resume=auto",
                     )
                 ).of(ROLLOUTER) from failure
+            # Requeue before the start: the queue then refuses late calls of the dead client.
             started_s = time.monotonic()
             taken = await self._take_back(f"the rollouter failed: {failure}", dead.client_id)
             task = asyncio.create_task(self._drop(dead.client_id), name=f"forget {dead.client_id}")
@@ -263,7 +263,7 @@ class Rollouters:
     async def _drop(self, client_id: str) -> None:
         try:
             await self._forget(client_id)
-        except AsyncRLError as error:  # its requests end by themselves, and their tokens are never collected
+        except AsyncRLError as error:  # its requests end by themselves, and nobody collects their tokens
             logger.warning("replicas may still work for the dead rollouter %s: %s", client_id, error)
 
     async def _tell(self, member: _Member) -> None:
@@ -275,7 +275,7 @@ class Rollouters:
                 self._blame(member, current, error)
 
     async def _introduce(self, member: _Member, current: _Incarnation) -> None:
-        """Sends the tables until the process has the newest ones: another may come during a call."""
+        """Sends tables until the process has the newest: a new one may come during a call."""
         count, call = len(self._members), current.actor.call
 
         def missing() -> str | None:
@@ -333,7 +333,7 @@ class Rollouters:
             answer.add_done_callback(_seen)
 
     def _is_gone(self, member: _Member, current: _Incarnation, error: AsyncRLError) -> bool:
-        """True when `error` says that this process is dead; drops the process then."""
+        """True if `error` says that this process is dead; then drops the process."""
         if error is current.failure:
             return True
         if isinstance(error, ProcessDied) and _is_its_own(error):
@@ -342,7 +342,7 @@ class Rollouters:
         return False
 
     def _blame(self, member: _Member, current: _Incarnation, error: AsyncRLError) -> None:
-        """Drops this process because it is dead or did not answer; raises errors about another process."""
+        """Drops this process because it is dead or did not answer; re-raises errors about another process."""
         if not self._is_gone(member, current, error):
             if not _is_its_own(error):
                 raise error
@@ -359,7 +359,7 @@ class Rollouters:
 
 
 def _is_its_own(error: AsyncRLError) -> bool:
-    """True when the rollouter failed, and not another process that it needs."""
+    """True if the rollouter itself failed, not a process that it needs."""
     return failure_action(error.process, error, restarts_left=True) is FailureAction.RESTART_ROLLOUTER
 
 
@@ -370,7 +370,7 @@ def _seen(task: asyncio.Task[Any]) -> None:
 
 
 def together(stats: Sequence[RolloutStats]) -> RolloutStats:
-    """The sums over all rollouters. `pid` is the sum of theirs: it changes when any of them is another process."""
+    """The sums over all rollouters. The sum in `pid` changes when any process is replaced."""
     first, seconds = stats[0], Counter[str]()
     for one in stats:
         seconds.update(one.replica_s)

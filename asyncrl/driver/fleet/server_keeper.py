@@ -1,4 +1,4 @@
-"""Keeps the server of a run up. Whatever happens to the server, the run goes on."""
+"""Keeps the server of a run up. The run goes on whatever happens to the server."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from asyncrl.types import ReplicaTable, RunServerReport, RunServerStats
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 10.0
-"""Longest time for a killed server to exit, and so to free its port."""
+"""Longest time for a killed server to exit and free its port."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunServerTimes:
-    """Seconds, meant as in `ray:`. `restart_delay_s`: before the start of the next server."""
+    """Seconds, as in `ray:`. `restart_delay_s`: before the start of the next server."""
 
     start_timeout_s: float
     health_interval_s: float
@@ -35,8 +35,8 @@ class RunServerTimes:
 
 
 class ServerKeeper:
-    """Owns the server's process, the budget of its restarts and the newest replica table. None of its methods raises,
-    and none but `stop` waits for the server.
+    """Owns the server's process, its restart budget and the newest replica table. No method raises, and only `stop`
+    waits for the server.
 
     Consumes: replica tables; deaths and missed health checks of the server.
     Produces: a running server that has the newest table, under the same port.
@@ -57,9 +57,9 @@ class ServerKeeper:
     ) -> None:
         """
         Args:
-            spawn: makes an actor from its client id; it is not started.
+            spawn: makes an actor from its client id, not started.
             forget: makes the replicas drop a dead client.
-            port: of the recipe; 0 takes a free one, which later servers keep.
+            port: of the recipe; 0 picks a free port, which later servers keep.
             discovery_file: removed while no server is up.
         """
         self._spawn = spawn
@@ -74,12 +74,12 @@ class ServerKeeper:
         self._task: asyncio.Task[None] | None = None
         self._stats: RunServerStats | None = None
         self._refused_before = 0
-        """By servers that have ended."""
+        """Requests that ended servers refused."""
         self._up = self._stopping = False
 
     @property
     def report(self) -> RunServerReport:
-        """The server as its last health check found it, and the counts of all servers so far."""
+        """The server at its last health check, and the counts of all servers so far."""
         stats = self._stats
         if stats is None or not self._up:
             return RunServerReport(False, 0, 0, self._refused_before, self._budget.total)
@@ -88,17 +88,17 @@ class ServerKeeper:
         )
 
     def set_replicas(self, table: ReplicaTable) -> None:
-        """Sends the table, with the controls of the replicas as its handles, to the server, soon."""
+        """Schedules sending the table, whose handles are the replicas' controls, to the server."""
         self._table = table
         self._changed.set()
 
     def start(self) -> None:
         """Begins to keep a server up."""
-        self._remove_file()  # of a run that was killed
+        self._remove_file()  # left by a killed run
         self._task = asyncio.create_task(self._keep(), name="server of the run")
 
     async def stop(self, timeout_s: float) -> None:
-        """Asks the server to stop, and kills what is left of it."""
+        """Asks the server to stop, then kills it."""
         self._stopping = True
         current, task = self._current, self._task
         if current is not None and task is not None and self._up:
@@ -116,7 +116,7 @@ class ServerKeeper:
 
     async def _keep(self) -> None:
         while True:
-            client_id = f"server-{uuid.uuid4().hex[:12]}"  # replicas refuse the clients that they were told to forget
+            client_id = f"server-{uuid.uuid4().hex[:12]}"  # a fresh id: replicas refuse forgotten clients
             current: ActorClient[RunServer] | None = None
             try:
                 current = self._current = self._spawn(client_id)
@@ -141,16 +141,17 @@ class ServerKeeper:
             await asyncio.sleep(self._times.restart_delay_s)
 
     async def _attend(self, current: ActorClient[RunServer], client_id: str) -> None:
-        """Starts this server and serves its calls until it ends. Raises what ended it."""
+        """Starts this server and serves its calls until it ends. Raises the error that ended it."""
         times = self._times
         self._stats = await current.call(times.start_timeout_s, RunServer.start, self._port)
         self._port = urlsplit(self._stats.address).port or self._port
         logger.info("clients may ask the policy of this run at %s/v1", self._stats.address)
-        # as long as the run lasts: the health checks below bound it
+        # Lasts as long as the run; the health checks below bound it.
         running = asyncio.create_task(current.call(FOREVER_S, RunServer.run), name="run of the server")
         told: ReplicaTable | None = None
         self._up = True
         try:
+            # Each round sends a new table, if any, and checks the health; a new table starts the next round early.
             while not running.done():
                 self._changed.clear()
                 if told is not self._table:
@@ -169,7 +170,7 @@ class ServerKeeper:
             await asyncio.gather(running, return_exceptions=True)
 
     async def _clear(self, current: ActorClient[RunServer] | None, client_id: str) -> None:
-        """Removes what a dead server leaves: its process, its file, and its requests at the replicas."""
+        """Removes the remains of a dead server: its process, its file, and its requests at the replicas."""
         if current is not None:
             current.kill()
             try:

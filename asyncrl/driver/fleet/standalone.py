@@ -1,5 +1,5 @@
-"""Replicas without a trainer, which serve the model's files from their start: of `asyncrl-serve`, of `asyncrl-eval`,
-and of the other models of a run."""
+"""Replicas without a trainer, which serve the model's files immediately: for `asyncrl-serve`, `asyncrl-eval`, and the
+other models of a run."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def standalone_pool(
     """A pool of replicas, not started.
 
     Args:
-        gpus: GPUs of one replica, where its caller has shared them out among all processes of a run; None: the replicas
-            have the cluster to themselves.
+        gpus: of one replica, if the caller has divided the GPUs among all processes of a run; None: the replicas have
+            the cluster to themselves.
 
-    Raises ConfigError: too few GPUs for them.
+    Raises ConfigError if there are too few GPUs.
     """
     if gpus is None:
         gpus = replica_gpus(rollout)

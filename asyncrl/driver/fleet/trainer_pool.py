@@ -1,4 +1,4 @@
-"""The trainer ranks as the coordinator sees them: one object, every wait with a deadline."""
+"""The trainer ranks as one object for the coordinator; every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ T = TypeVar("T")
 
 FETCH_TIMEOUT_S = 120.0
 BLAME_S = 5.0
-"""When one rank fails, the others fail with it. Time to find the rank that died, and then again to find one that does
-not answer a ping."""
+"""When one rank fails, the others fail with it. Time to find the rank that died, and then again to find a rank that
+does not answer a ping."""
 STOP_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class QueueFetch:
-    """Fetches tokens for a rank directly from the queue actor; `TrainerWorker` says what."""
+    """Fetches tokens for a rank directly from the queue actor; see `TrainerWorker`."""
 
     queue: ActorHandle
     timeout_s: float = FETCH_TIMEOUT_S
@@ -70,17 +70,18 @@ class QueueFetch:
 
 
 class TrainerPool:
-    """Owns the rank actors; built by `start`, and belongs to that event loop. One call at a time; `ping`,
-    `fetch_ahead`, `interrupt_weights` and `save` may run beside any other. Where snapshots are sent, so may
-    `open_weights` and `send_weights`, except beside `snapshot_weights`.
+    """Owns the rank actors; built by `start`, and belongs to that event loop. Calls are sequential, except:
+
+    * `ping`, `fetch_ahead`, `interrupt_weights` and `save` may run concurrently with any call;
+    * if snapshots are sent, `open_weights` and `send_weights` too, except with `snapshot_weights`.
 
     The error of a failed call names the rank to blame in `.process`: the rank that died, else a rank that does not
-    answer a ping (its process is stopped, or its machine is lost). When all ranks answer, the error is the one that a
-    rank raised itself.
+    answer a ping (its process is stopped, or its machine is lost). If all ranks answer, it is the error that a rank
+    raised itself.
 
     The ranks remain usable after RunFailed from `train_step`, StorageError from `save`, and WeightTransferError and
     DeadlineExceeded from `send_weights`. After any other error they may be in different collectives: stop the pool and
-    start another.
+    start a new one.
     """
 
     def __init__(self, spec: TrainerSpec, actors: Sequence[ActorHandle]) -> None:
@@ -99,12 +100,12 @@ class TrainerPool:
         *,
         places: Sequence[Any] | None = None,
     ) -> TrainerPool:
-        """`spec.trainer.num_ranks` actors with the model loaded.
+        """Starts `spec.trainer.num_ranks` actors and loads the model.
 
         Args:
             queue_handle: actor handle of the MessageQueue.
             num_gpus_per_rank: 0 trains on the CPU.
-            timeout_s: for all of it.
+            timeout_s: for the whole start.
             places: Ray's scheduling strategy of each rank; None leaves all of them to Ray.
 
         Raises:
@@ -112,12 +113,12 @@ class TrainerPool:
             DeadlineExceeded, ProcessDied: naming the rank. Nothing is left running.
         """
         options: dict[str, Any] = {
-            "num_cpus": 0,  # placed by the run, not by Ray's count of cores
+            "num_cpus": 0,  # the run places the ranks, not Ray's count of cores
             "num_gpus": num_gpus_per_rank,
         }
         if num_gpus_per_rank == 0:
             options["runtime_env"] = {"env_vars": spec.environment}
-        elif spec.trainer.device == "auto":  # its GPU is there: no rank may train on a CPU unnoticed
+        elif spec.trainer.device == "auto":  # the GPU is reserved: no rank may silently train on a CPU
             spec = replace(spec, trainer=replace(spec.trainer, device="cuda"))
         actor_class: Any = ray.remote(**options)(TrainerWorker)
         fetch = QueueFetch(queue_handle)
@@ -126,28 +127,29 @@ class TrainerPool:
         node = ray.util.get_node_ip_address
         pool = cls(spec, [a.remote(spec, rank, fetch.leased, fetch.foreseen, node) for rank, a in enumerate(actors)])
         deadline = time.monotonic() + timeout_s
+        # Rank 0 opens the rendezvous, and all ranks meet there. One deadline covers both.
         try:
             host, port = await pool._actors[0].call(timeout_s, TrainerWorker.open_rendezvous)
             left_s = max(deadline - time.monotonic(), 0)
             await pool._on_all(left_s, TrainerWorker.start, host, port, left_s)
-        except BaseException:  # also a cancelled start leaves no actor behind; re-raised
+        except BaseException:  # also a cancelled start must leave no actor behind
             pool.kill()
             raise
         return pool
 
     async def train_step(self, plans: Sequence[RankPlan]) -> TrainMetrics:
-        """One optimizer step; one plan for each data-parallel index. Raises RunFailed (not finite; nothing changed),
-        DeadlineExceeded, ProcessDied, and what the queue raises for groups that are not leased."""
+        """One optimizer step; one plan per data-parallel index. Raises RunFailed (not finite; nothing changed),
+        DeadlineExceeded, ProcessDied, and the queue's error for groups that are not leased."""
         return (await self._with_plans(TrainerWorker.train_step, plans))[0]
 
     async def reference_kl(self, plans: Sequence[RankPlan]) -> dict[TrajectoryKey, float]:
         """Divergence from the reference model of every trajectory in the plans, over all ranks; see
-        `TrainBackend.reference_kl`. Raises as `train_step`."""
+        `TrainBackend.reference_kl`. Raises like `train_step`."""
         found = await self._with_plans(TrainerWorker.reference_kl, plans)
         return {key: nats for part in found for key, nats in part.items()}
 
     async def fetch_ahead(self, plans: Sequence[RankPlan]) -> None:
-        """Every rank fetches what these plans of the next step name, of the groups that the queue has foreseen last.
+        """Every rank prefetches its trajectories of the next step's plans, from the groups that the queue foresaw last.
         Raises DeadlineExceeded, ProcessDied."""
         await self._with_plans(TrainerWorker.fetch_ahead, plans, FETCH_TIMEOUT_S + BLAME_S)
 
@@ -157,7 +159,7 @@ class TrainerPool:
         plans: Sequence[RankPlan],
         timeout_s: float | None = None,
     ) -> list[T]:
-        """`timeout_s` None: that of a step."""
+        """`timeout_s` None: the timeout of a step."""
         limit_s = self._spec.trainer.step_timeout_s if timeout_s is None else timeout_s
         by_rank = zip(self._actors, self._spec.trainer.layout.by_rank(plans), strict=True)
         return await self._together([actor.call(limit_s, method, plan) for actor, plan in by_rank], method.__name__)
@@ -166,7 +168,7 @@ class TrainerPool:
         return await self._actors[0].call(timeout_s, TrainerWorker.weight_specs)
 
     async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource:
-        """Opens the sending end of every rank that sends."""
+        """Opens the sending end of every sending rank."""
         await self._sending_ranks(timeout_s)
         calls = [
             self._actors[sender.rank].call(timeout_s, TrainerWorker.open_weights, config, num_receivers)
@@ -178,12 +180,12 @@ class TrainerPool:
         return PartsSource.of(sources, [sender.first_tensor for sender in self._senders])
 
     async def _sending_ranks(self, timeout_s: float) -> tuple[SendingRank, ...]:
-        if not self._senders:  # asked once: later a step may be in progress
+        if not self._senders:  # asked once: later the rank may be busy with a step
             self._senders = await self._actors[0].call(timeout_s, TrainerWorker.sending_ranks)
         return self._senders
 
     async def interrupt_weights(self, timeout_s: float) -> None:
-        """Closes the sending ends, which ends a send in progress; `open_weights` opens them again. Does not raise."""
+        """Closes the sending ends and thereby ends a send in progress; `open_weights` reopens them. Does not raise."""
         actors = [self._actors[sender.rank] for sender in self._senders] if self._actors else []
         calls = [actor.call(timeout_s, TrainerWorker.close_weights) for actor in actors]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
@@ -193,7 +195,7 @@ class TrainerPool:
                 raise outcome
 
     async def encode_weights(self, timeout_s: float) -> EncodedWeights:
-        """Every sending rank encodes its part of the current weights as differences to those before. Raises as
+        """Every sending rank encodes its part of the current weights as differences to the previous ones. Raises like
         `send_weights`."""
         senders = await self._sending_ranks(timeout_s)
         found = await self._on_all(timeout_s, TrainerWorker.encode_weights)
@@ -201,13 +203,13 @@ class TrainerPool:
         return EncodedWeights.joined([part for part in parts if part is not None])
 
     async def send_weights(self, manifest: Manifest, timeout_s: float) -> Digest | None:
-        """The digest of all parts. After an error of one of several senders all of them are closed: the others wait for
-        receivers that will not come.
+        """The digest of all parts. If one of several senders fails, all are closed: the others would wait for receivers
+        that will not come.
 
         Raises:
             WeightTransferError, DeadlineExceeded (naming the receiver), ProcessDied (naming the rank).
         """
-        # the sender's own deadline comes first: its error names the receiver
+        # The sender's own deadline comes first: its error names the receiver.
         limit_s, failed = timeout_s + BLAME_S, False
 
         async def send(actor: ActorClient) -> Digest | None:
@@ -226,7 +228,7 @@ class TrainerPool:
         return tuple(number for sender in self._senders for number in found[sender.rank] or ())
 
     async def snapshot_weights(self) -> None:
-        """The ranks that send copy their part of the current weights; `send_weights` sends this copy until the next."""
+        """The sending ranks copy their part of the current weights; `send_weights` sends this copy until the next."""
         await self._on_all(self._spec.trainer.step_timeout_s, TrainerWorker.snapshot_weights)
 
     async def capture(self) -> None:
@@ -234,9 +236,9 @@ class TrainerPool:
         await self._on_all(self._spec.trainer.step_timeout_s, TrainerWorker.capture)
 
     async def save(self, path: Path, timeout_s: float) -> dict[str, FileDigest]:
-        """Every rank writes its part of the last capture below `path`, a directory that all of them reach. Steps and
-        publishes may run at the same time. Returns the digests of all files, by their names below `path`, as the ranks
-        that wrote them read them.
+        """Every rank writes its part of the last capture below `path`, a directory that all ranks reach. Steps and
+        publishes may run concurrently. Returns the digest of each file by its name below `path`, computed by the rank
+        that wrote it.
 
         Raises:
             StorageError: a rank could not write. The ranks remain usable.
@@ -249,11 +251,11 @@ class TrainerPool:
         await self._on_all(self._spec.trainer.step_timeout_s, TrainerWorker.load, path)
 
     async def ping(self, timeout_s: float) -> float:
-        """CPU seconds of all ranks, also during a step. Raises ProcessDied, DeadlineExceeded naming the rank."""
+        """CPU seconds of all ranks; works during a step. Raises ProcessDied, DeadlineExceeded naming the rank."""
         return sum(await asyncio.gather(*(actor.call(timeout_s, TrainerWorker.ping) for actor in self._actors)))
 
     async def stop(self) -> None:
-        """Stops every rank, and kills it after a few seconds. Idempotent; does not raise for ranks that have died."""
+        """Stops every rank, and kills it after a few seconds. Idempotent; does not raise for dead ranks."""
         await self.interrupt_weights(STOP_TIMEOUT_S)
         waits = [actor.call(STOP_TIMEOUT_S, TrainerWorker.stop) for actor in self._actors]
         for rank, outcome in enumerate(await asyncio.gather(*waits, return_exceptions=True)):
@@ -262,7 +264,7 @@ class TrainerPool:
         self.kill()
 
     def kill(self) -> None:
-        """Ends every rank at once. Idempotent."""
+        """Kills every rank immediately. Idempotent."""
         for actor in self._actors:
             actor.kill()
         self._killed += self._actors
@@ -283,11 +285,12 @@ class TrainerPool:
         return await self._together(calls, method.__name__)
 
     async def _together(self, calls: Sequence[Coroutine[Any, Any, T]], method: str) -> list[T]:
-        """The answers of all ranks. Raises the error that caused the others: a rank that fails makes its peers wait or
-        fail, so the first error is seldom the cause."""
+        """The answers of all ranks. Raises the root error: a failing rank makes its peers wait or fail, so the first
+        error is seldom the cause."""
         actors = self._actors  # `kill` may clear the list during the wait
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
+            # After the first error the others get BLAME_S: the rank that died may report later than its peers.
             _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
                 await asyncio.wait(pending, timeout=BLAME_S)
@@ -306,13 +309,14 @@ class TrainerPool:
     async def _to_blame(
         self, method: str, errors: dict[int, BaseException], unanswered: Iterable[ActorClient]
     ) -> BaseException:
-        """The error to raise. `errors`: what ranks raised, and missed deadlines, by rank; `unanswered`: the actors of
-        the ranks that gave no answer."""
+        """The error to raise. `errors`: errors and missed deadlines by rank; `unanswered`: actors of the ranks that
+        gave no answer."""
         first = cause(errors.values())
         if isinstance(first, ProcessDied):
             return first
         pings = (actor.call(BLAME_S, TrainerWorker.ping) for actor in unanswered)
         silent = await asyncio.gather(*pings, return_exceptions=True)
+        # A dead rank explains more than a silent one.
         for kind in (ProcessDied, DeadlineExceeded):
             for lost in silent:
                 if isinstance(lost, kind):
@@ -334,5 +338,5 @@ def _blamed(lost: ProcessDied | DeadlineExceeded, method: str, first: BaseExcept
 
 
 def _is_late(error: BaseException | None, rank: int) -> bool:
-    """True when this rank did not answer in time. A deadline that the rank itself missed names another process."""
+    """True if this rank did not answer in time. A deadline that the rank itself missed names another process."""
     return isinstance(error, DeadlineExceeded) and error.process == trainer_rank(rank)

@@ -1,4 +1,4 @@
-"""The checkpoint engine: makes the trainer's weights the replicas' weights, as one transaction per replica.
+"""The checkpoint engine: copies the trainer's weights to the replicas, as one transaction per replica.
 
 Runs in: driver.
 """

@@ -1,25 +1,25 @@
-"""The checkpoint engine: makes the trainer's weights the replicas' weights, as one transaction per replica.
+"""The checkpoint engine: copies the trainer's weights to the replicas, as one transaction per replica.
 
 A publish pauses the replicas, transfers the weights and commits them, all within `publish_timeout_s`; each transfer has
-`transfer_timeout_s`. A replica that was paused and has not committed keeps its gate closed: a half-applied publish
-never serves.
+`transfer_timeout_s`. A paused replica that has not committed keeps its gate closed: a half-applied publish never
+serves.
 
-The engine hands a replica to the fleet when it died, did not answer, or still has wrong bytes after `max_retries`
-retries. The fleet replaces it, or waits for it when it is only late. The publish continues with the other replicas, and
-the lost one joins a later publish. When the replacement of a replica gets wrong weights too, the fault is not the
-replica's: the run stops with the tensor's name.
+The engine hands a replica to the fleet if it died, did not answer, or still has wrong bytes after `max_retries`
+retries. The fleet replaces it, or waits if it is only late. The publish continues with the other replicas; the lost one
+joins a later publish. If the replacement gets wrong weights too, the fault is not the replica's: the run stops and
+names the tensor.
 
-A publish that is staged transfers the weights while the replicas generate. Then each replica that has them pauses,
-loads and commits in one call: what went wrong on the way has stopped nobody.
+*Staged*: the weights are transferred while the replicas generate. Each replica that has them then pauses, loads and
+commits in one call, so a failed transfer stops no replica.
 
-A rolling publish reaches the replicas in waves of `rolling_replicas`. Newcomers serve no requests, so they are in the
-first wave. The replicas of a wave get no new requests, while the others generate. Each wave is a transfer of its own:
-the trainer sends its weights once per wave. The version is published when all waves are done.
+*Rolling*: the publish reaches the replicas in waves of `rolling_replicas`, newcomers in the first, since they serve no
+requests. The replicas of a wave get no new requests, while the others generate. Each wave is its own transfer: the
+trainer sends its weights once per wave. The version is published when all waves are done.
 
-With encoding delta the trainer encodes its weights once per publish, before any replica pauses. A transfer sends the
-differences if every replica of it has committed the weights that they apply to, and all weights otherwise: also after a
-transfer that failed, and where the differences are not smaller. Wrong weights after a transfer of differences are no
-strike against the replica, because the next transfer to it is full.
+*Encoding delta*: the trainer encodes its weights once per publish, before any replica pauses. A transfer sends
+differences if all its replicas have committed the base weights and the differences are smaller; otherwise, also after a
+failed transfer, it sends all weights. Wrong weights after a transfer of differences are not a strike against the
+replica, because its next transfer is full.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PAUSE_MODES: dict[Interrupt, PauseMode] = {"abort_resume": "abort", "keep": "kee
 
 
 BLAME_S = 5.0
-"""Time that a sender has, after a receiver has failed, to notice the failure or to finish before it is interrupted."""
+"""Time that a sender has, after a receiver failed, to notice or finish before it is interrupted."""
 
 
 @dataclass(slots=True)
@@ -78,16 +78,15 @@ class _Publish:
     transfer_s: float = 0.0
     pause_s: float = 0.0
     paused: Replicas = field(default_factory=dict)
-    """The replicas that are paused and have not committed yet."""
+    """Replicas that are paused and have not committed yet."""
     served: bool = False
-    """True once some replica serves: from then on every late replica is handed to the fleet, even the last pending
-    one."""
+    """True once a replica serves: from then on every late replica is handed to the fleet, even the last pending one."""
     late: int = 0
     """Transfers that missed their deadline although every process answered."""
     encoded: EncodedWeights | None = None
-    """With encoding delta, from the first wave on."""
+    """With encoding delta, set by the first wave."""
     sent_bytes: int = 0
-    """Of all transfers."""
+    """Sum over all transfers."""
     strikes: dict[int, int] = field(default_factory=dict)
     """Number of wrong transfers per replica in this publish."""
 
@@ -96,8 +95,8 @@ class _Publish:
 
 
 class CheckpointEngine:
-    """Runs one publish at a time. Owns the bucket plan, the connection between the trainer and the replicas, the
-    knowledge of the weights that each replica has committed, and the memory of replicas that got wrong weights."""
+    """Runs one publish at a time. Owns the bucket plan, the connection between trainer and replicas, the digests of the
+    weights that replicas have committed, and the memory of replicas that got wrong weights."""
 
     def __init__(
         self,
@@ -114,9 +113,9 @@ class CheckpointEngine:
         """
         Args:
             interrupt: how a publish treats generations in flight.
-            encoding: what the trainer's tensors are; delta: what it sends where it can.
-            receivers_per_replica: processes of one replica that each receive the weights (tensor-parallel workers).
-            rolling: publish to `rolling_replicas` of the config at a time, whatever the config's `rolling` says.
+            encoding: of the trainer's tensors; delta: differences where possible.
+            receivers_per_replica: receiving processes of one replica (tensor-parallel workers).
+            rolling: publish to `rolling_replicas` replicas at a time; overrides `config.rolling`.
             blame_s: see BLAME_S.
         """
         self._config = config
@@ -135,14 +134,14 @@ class CheckpointEngine:
         self._group: Replicas = {}
         self._sources: dict[int, TransferSource] = {}
         self._has: dict[int, tuple[ReplicaControl, Digest]] = {}
-        """With encoding delta: the digest of the weights that each replica has committed."""
+        """With encoding delta: control and digest of the committed weights, by replica."""
         self._distrusted: set[int] = set()
-        """Replicas that were replaced because of wrong weights, until their replacement has committed correct ones."""
+        """Replicas replaced because of wrong weights, until their replacement has committed correct ones."""
 
     async def publish(self, version: int | None, *, newcomers_only: bool = False) -> PublishReport | None:
-        """Makes the replicas that are up serve the trainer's current weights as `version` (None: their version stays).
+        """Makes the replicas that are up serve the trainer's current weights as `version` (None: keep their version).
 
-        A second call waits for the first one. Returns None when `newcomers_only` is set and no newcomer is left.
+        A concurrent call waits. Returns None if `newcomers_only` is set and no newcomer is left.
 
         Raises:
             WeightTransferError: the trainer's weights cannot be sent, or a replica and its replacement got them wrong.
@@ -180,12 +179,12 @@ class CheckpointEngine:
                 )
             done |= await self._reach(publish, self._wave(publish, pending))
             publish.served = publish.served or bool(done)
-            # What is neither done nor a member any more was replaced or suspended: it joins a later publish.
+            # Replicas that are neither done nor members were replaced or suspended: they join a later publish.
             members = self._fleet.members
             pending = {i: r for i, r in pending.items() if i not in done and members.get(i) is r}
         ended = time.monotonic()
         replicas = await self._fleet.committed(done, version if self._rolling else None)
-        # A replacement is trusted again only after a publish that has compared its bytes.
+        # A replacement is trusted again only after a publish that compared its bytes.
         if publish.verify or self._config.verify == "off":
             self._distrusted -= done.keys()
         assert self._template is not None, "the first attempt has planned the buckets"
@@ -202,11 +201,11 @@ class CheckpointEngine:
         )
 
     def _wave(self, publish: _Publish, pending: Replicas) -> Replicas:
-        """The replicas that the next transfer reaches: all, or in a rolling publish at most `rolling_replicas` serving
-        ones and all newcomers.
+        """The replicas of the next transfer: all, or in a rolling publish at most `rolling_replicas` serving replicas
+        and all newcomers.
 
-        Paused replicas come first, then those that the sender is already connected to: the last wave of one publish is
-        the first of the next.
+        Order: paused replicas, then replicas connected to the sender, since the last wave of a publish is the first of
+        the next.
         """
         if not self._rolling:
             return pending
@@ -216,7 +215,7 @@ class CheckpointEngine:
         return {i: r for i, r in pending.items() if i in chosen}
 
     async def _reach(self, publish: _Publish, replicas: Replicas) -> Replicas:
-        """Pauses these replicas, sends to them and commits, or sends first; returns those that serve the version."""
+        """Pauses these replicas, transfers and commits (staged: transfers first); returns the replicas that serve."""
         if self._encoding == "delta" and publish.encoded is None:
             publish.encoded = await self._encode(publish)
         num_members = max(1, len(self._fleet.members))
@@ -236,7 +235,7 @@ class CheckpointEngine:
             done = await self._commit(publish, good, manifest, digest)
             num_paused, paused_s = len(paused), time.monotonic() - began
             publish.paused = {i: r for i, r in publish.paused.items() if i not in done}
-        # A wave pauses only a part of the fleet, and counts as that part.
+        # A wave pauses only part of the fleet: weight its pause by that part.
         publish.pause_s += paused_s * min(1.0, num_paused / num_members)
         if publish.encoded is not None:
             self._has |= {i: (r, publish.encoded.digest) for i, r in done.items()}
@@ -254,8 +253,8 @@ class CheckpointEngine:
             raise (late if error.process is None else late.of(error.process)) from error
 
     def _is_verified(self, *, scheduled: bool) -> bool:
-        """True when this publish carries digests: on the schedule of the recipe and, unless verify is off, whenever it
-        reaches a replica that has no weights yet. Always with encoding delta: an error would stay in the base."""
+        """True if this publish carries digests: on the recipe's schedule and, unless verify is off, whenever it reaches
+        a replica without weights. Always with encoding delta: an error would persist in the base."""
         config, number = self._config, self._publishes
         self._publishes += scheduled
         if self._encoding == "delta":
@@ -265,10 +264,10 @@ class CheckpointEngine:
         return bool(self._fleet.newcomers) or (scheduled and number % config.verify_every == 0)
 
     async def _pause(self, publish: _Publish, replicas: Replicas) -> Replicas:
-        """Returns the replicas that are paused now; hands those that died or are late to the fleet.
+        """Returns the replicas that are now paused; hands dead and late ones to the fleet.
 
-        The timeout leaves time for the others: a pause may take as long as a transfer. A pause that drains may take all
-        the time except that of one transfer.
+        The timeout leaves time for the rest of the publish: `min(left / 2, transfer)`; for a draining pause
+        `max(left / 2, left - transfer)`.
         """
         left, transfer_s = publish.left(), self._config.transfer_timeout_s
         limit_s = max(left / 2, left - transfer_s) if self._pause_mode == "drain" else min(left / 2, transfer_s)
@@ -276,7 +275,7 @@ class CheckpointEngine:
         return await self._answered(publish, replicas, outcomes)
 
     async def _send(self, publish: _Publish, replicas: Replicas) -> tuple[Manifest, Digest | None, Replicas]:
-        """One transfer; returns what it sent, its digest, and the replicas that received it."""
+        """One transfer; returns its manifest, its digest, and the replicas that received it."""
         publish.attempts += 1
         await self._form_group(replicas, publish)
         planned = self._manifest(publish, replicas)
@@ -290,19 +289,19 @@ class CheckpointEngine:
         )
         publish.sent_bytes += manifest.nbytes
         for replica_id in replicas:
-            self._has.pop(replica_id, None)  # until it has committed
+            self._has.pop(replica_id, None)  # unknown until it commits
         started = time.monotonic()
         sent, received = await self._transfer(manifest, min(publish.left(), self._config.transfer_timeout_s))
         publish.transfer_s += time.monotonic() - started
         if isinstance(sent, BaseException):
-            self._group = {}  # one of several senders failed, and the others were closed
+            self._group = {}  # the failed sender's peers were closed too
         good = await self._judge(publish, sent, received, replicas, manifest)
         return manifest, None if isinstance(sent, BaseException) else sent, good
 
     async def _commit(
         self, publish: _Publish, replicas: Replicas, manifest: Manifest, digest: Digest | None
     ) -> Replicas:
-        """Returns those of these replicas, which have received what was sent, that serve it."""
+        """Commits the received weights; returns the replicas that serve them."""
         number, limit_s = manifest.publish_id, min(publish.left(), self._config.transfer_timeout_s)
         outcomes = await _on_each(replicas, lambda r: r.call(limit_s, Replica.commit, number, publish.version, digest))
         return await self._answered(publish, replicas, outcomes)
@@ -310,7 +309,7 @@ class CheckpointEngine:
     async def _adopt(
         self, publish: _Publish, replicas: Replicas, manifest: Manifest, digest: Digest | None
     ) -> tuple[Replicas, float]:
-        """As `_commit`, of weights that were staged; returns also the seconds for which the slowest one stood still."""
+        """Like `_commit`, for staged weights; returns also the longest pause in seconds."""
         if self._rolling and replicas:
             await self._fleet.hold(replicas)
         left_s = publish.left()
@@ -327,12 +326,13 @@ class CheckpointEngine:
         return done, max((outcomes[i] for i in done), default=0.0)
 
     def _manifest(self, publish: _Publish, replicas: Replicas) -> Manifest:
-        """Of the next transfer to these replicas, all of which get the same."""
+        """The manifest of the next transfer, the same for all these replicas."""
         assert self._template is not None, "a group has a plan"
         encoded, full = publish.encoded, self._template
         if encoded is None:
             return full
         full, base, newcomers = replace(full, is_kept=True), encoded.base_digest, self._fleet.newcomers
+        # Differences only if every replica has committed their base.
         for replica_id, control in replicas.items():
             holder, digest = self._has.get(replica_id, (None, None))
             if base is None or replica_id in newcomers or holder is not control or digest != base:
@@ -356,10 +356,10 @@ class CheckpointEngine:
         self._group = dict(replicas)
 
     async def _transfer(self, manifest: Manifest, timeout_s: float) -> tuple[Any, dict[int, Any]]:
-        """Sends and receives at the same time; returns a digest or an exception of the sender and of each replica.
+        """Sends and receives concurrently; returns a digest or an exception of the sender and of each replica.
 
-        A receiver that fails before it has connected would make the sender wait until its deadline. The sender is
-        therefore interrupted `blame_s` after a failure, and at once when the fleet has suspended the receiver, which
+        A receiver that fails before it connects would make the sender wait until its deadline. The sender is therefore
+        interrupted `blame_s` after a failure, and immediately if the fleet has suspended the failed receiver, which
         then sends nothing.
         """
         sources, group = self._sources, self._group
@@ -373,6 +373,7 @@ class CheckpointEngine:
         try:
             await asyncio.wait((sending, *receiving), return_when=asyncio.FIRST_EXCEPTION)
             failed = {i: t.exception() for t, i in receiving.items() if t.done() and t.exception()}
+            # A receiver failed: give the sender time to notice, then close its ends.
             if not sending.done() and failed:
                 members = self._fleet.members
                 mute = any(
@@ -391,12 +392,13 @@ class CheckpointEngine:
     async def _judge(
         self, publish: _Publish, sent: Any, received: Mapping[int, Any], replicas: Replicas, manifest: Manifest
     ) -> Replicas:
-        """Returns the replicas that have the weights that were sent. Raises the trainer's own failure."""
+        """Returns the replicas that have the sent weights. Raises the trainer's own failure."""
         if is_trainers(sent):
             raise sent
         for replica_id, outcome in received.items():
             if is_gone(outcome):
                 self._fleet.fail(replica_id, replicas[replica_id], outcome)
+        # A deadline names the process that waited. A health check finds the process that does not answer.
         lost: set[int] = set()
         if any_late(sent, received):
             lost = replicas.keys() - (await self._healthy(replicas)).keys()
@@ -413,7 +415,7 @@ class CheckpointEngine:
         return {i: replicas[i] for i in replicas if i in found.ok}
 
     def _blame(self, publish: _Publish, replica_id: int, control: ReplicaControl, why: str, manifest: Manifest) -> None:
-        """This replica has other weights than were sent."""
+        """Reacts to a replica whose weights differ from the sent ones: retry, full transfer, replace, or stop."""
         strikes = publish.strikes.get(replica_id, 0) + 1
         follows = blamed(
             is_delta=manifest.encoding == "delta",
@@ -437,10 +439,9 @@ class CheckpointEngine:
             self._fleet.fail(replica_id, control, WeightTransferError(found))
 
     async def _answered(self, publish: _Publish, replicas: Replicas, outcomes: Mapping[int, Any]) -> Replicas:
-        """Returns the replicas whose outcome of a call is not an error; hands the others to the fleet.
+        """Returns the replicas whose call succeeded; hands the others to the fleet.
 
-        Raises DeadlineExceeded when all of them are late, yet pass a health check, and none serves: the deadline is too
-        short.
+        Raises DeadlineExceeded if all are late, yet pass a health check, and none serves: the deadline is too short.
         """
         failed = {i: outcome for i, outcome in outcomes.items() if isinstance(outcome, BaseException)}
         too_short = bool(failed) and not publish.served and all_late(outcomes.values())
@@ -451,7 +452,7 @@ class CheckpointEngine:
         return {i: r for i, r in replicas.items() if i not in failed}
 
     async def _healthy(self, replicas: Replicas) -> Replicas:
-        """Those of these replicas that pass a health check."""
+        """The replicas that pass a health check."""
         await self._fleet.stats()
         members = self._fleet.members
         return {i: r for i, r in replicas.items() if members.get(i) is r}
@@ -462,6 +463,6 @@ def _names(replicas: Iterable[int]) -> str:
 
 
 async def _on_each(replicas: Replicas, call: Any) -> dict[int, Any]:
-    """The outcome or the exception of one call to every replica, all at once."""
+    """Calls all replicas concurrently; returns the outcome or exception of each."""
     outcomes = await asyncio.gather(*(call(r) for r in replicas.values()), return_exceptions=True)
     return dict(zip(replicas, outcomes, strict=True))

@@ -1,12 +1,12 @@
-"""What becomes of each replica of a transfer. Pure: no clock, no process, no call.
+"""Decides the fate of each replica of a transfer. Pure: no clock, no process, no call.
 
 sender   replica                                    fate
 -------  -----------------------------------------  -------------------------------------------------
 any      process or engine dead, or out of fleet    lost
 any      an error of its own                        wrong, then retry, full, replace or stop (`blamed`)
 digest   the same digest                            ok
-digest   another digest, or late, or ended          wrong: the sender has noticed nothing
-error    late, or ended, or any digest              again: the fault is another process's
+digest   another digest, or late, or ended          wrong: the sender saw no error
+error    late, or ended, or any digest              again: the fault lies with another process
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any, Literal
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, TransferEnded, WeightTransferError
 
 Blame = Literal["retry", "full", "replace", "stop"]
-"""retry: it gets the weights again. full: it got differences, so it gets all weights. replace: its retries are spent.
-stop: what it replaced had wrong weights too, so the fault is not the replica's."""
+"""retry: send the weights again. full: differences failed, so send all weights. replace: the retries are spent.
+stop: the predecessor had wrong weights too, so the fault is not the replica's."""
 Fate = Literal["ok", "again", "wrong", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`wrong`: replica -> what it has instead of the weights. `error`: it ends the publish, because nobody else is to
-    blame. `is_late`: a deadline was missed, and nobody is to blame."""
+    """`wrong`: replica -> description of its fault. `error`: ends the publish, because nobody else is to blame.
+    `is_late`: a deadline was missed, and nobody is to blame."""
 
     fates: Mapping[int, Fate]
     wrong: Mapping[int, str]
@@ -43,11 +43,11 @@ def verdict(
 ) -> Verdict:
     """
     Args:
-        sent: the digest of the sender, or its error; None where no digests are compared.
-        received: the same of each replica.
-        lost: replicas that a health check has found dead or silent.
-        names: of the tensors that a digest has numbers for, in that order.
-        late_left: late transfers without a culprit that may still be tried again.
+        sent: the digest of the sender, or its error; None if digests are not compared.
+        received: digest or error of each replica.
+        lost: replicas that a health check found dead or silent.
+        names: tensor names, in the order of the digest's numbers.
+        late_left: remaining retries of late transfers without a culprit.
     """
     wrong = {
         i: why
@@ -62,6 +62,7 @@ def verdict(
             fates[i] = "wrong"
         else:
             fates[i] = "again" if isinstance(sent, BaseException) else "ok"
+    # Every replica is "again": a retry helps only against lateness, otherwise the sender's error ends the publish.
     if not isinstance(sent, BaseException) or set(fates.values()) != {"again"}:
         return Verdict(fates, wrong)
     is_late = any_late(sent, received)
@@ -69,12 +70,12 @@ def verdict(
 
 
 def blamed(*, is_delta: bool, strikes: int, max_retries: int, is_replacement: bool) -> Blame:
-    """What follows for a replica that has wrong weights.
+    """The reaction to a replica with wrong weights.
 
     Args:
         is_delta: differences were sent.
-        strikes: wrong transfers of all weights to it in this publish, this one included.
-        is_replacement: the one before it was replaced because of wrong weights.
+        strikes: wrong full transfers to this replica in this publish, including this one.
+        is_replacement: its predecessor was replaced because of wrong weights.
     """
     if is_delta:
         return "full"
@@ -84,7 +85,7 @@ def blamed(*, is_delta: bool, strikes: int, max_retries: int, is_replacement: bo
 
 
 def fault(sent: Any, received: Any, names: Sequence[str]) -> str | None:
-    """The fault of a living replica; None when it has the weights, or failed because of another process."""
+    """The fault of a living replica; None if it has the weights, or failed because of another process."""
     if isinstance(received, DeadlineExceeded | TransferEnded):
         return None if isinstance(sent, BaseException) else str(received)
     if isinstance(received, BaseException):
@@ -97,20 +98,20 @@ def fault(sent: Any, received: Any, names: Sequence[str]) -> str | None:
 
 
 def is_gone(outcome: Any) -> bool:
-    """The process or the engine of the replica is dead."""
+    """True if the process or the engine of the replica is dead."""
     return isinstance(outcome, ProcessDied | GenerationError)
 
 
 def is_trainers(sent: Any) -> bool:
-    """The sender failed with what no receiver can cause."""
+    """True if the sender failed with an error that no receiver can cause."""
     return isinstance(sent, BaseException) and not isinstance(sent, WeightTransferError | DeadlineExceeded)
 
 
 def any_late(sent: Any, received: Mapping[int, Any]) -> bool:
-    """A health check has to find the replica that does not answer at all: the others only waited for it."""
+    """True if anyone missed a deadline: a health check then has to find the replica that does not answer."""
     return any(isinstance(outcome, DeadlineExceeded) for outcome in (sent, *received.values()))
 
 
 def all_late(outcomes: Iterable[Any]) -> bool:
-    """Every replica was late with a call: if they pass a health check, the deadline is too short."""
+    """True if every replica was late: if they pass a health check, the deadline is too short."""
     return all(isinstance(outcome, DeadlineExceeded) for outcome in outcomes)

@@ -22,9 +22,9 @@ def build_sinks(recipe: Recipe, written: Mapping[str, Any], name: str, directory
     nothing.
 
     Args:
-        written: the recipe as others may read it.
+        written: the recipe without secrets.
 
-    Raises ConfigError: a sink does not take these settings.
+    Raises ConfigError if a sink rejects these settings.
     """
     asked = recipe.observability
     sinks = {sink: SINKS[sink](directory, name, asked.wandb_project, written) for sink in asked.sinks}

@@ -1,4 +1,4 @@
-"""Runs a metrics sink (W&B, TensorBoard) in a thread of its own: neither its errors nor its delays affect the run."""
+"""Runs a metrics sink (W&B, TensorBoard) in its own thread: neither its errors nor its delays affect the run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from asyncrl.types.metrics import Record
 logger = logging.getLogger(__name__)
 
 BACKLOG = 64
-"""Most records that may wait for a sink; further ones are dropped and counted as failed."""
+"""Largest number of waiting records; further records are dropped and counted as failed."""
 CLOSE_TIMEOUT_S = 20.0
-"""Time that a sink has at the end of the run to write the waiting records."""
+"""Time for a sink to write the waiting records at the end of the run."""
 
 
 class Sink(Protocol):
-    """A sink may raise and block: `SinkFeed` calls it in a thread of its own."""
+    """A sink may raise and block: `SinkFeed` calls it in its own thread."""
 
     def write(self, step: int, record: Record) -> None: ...
 
     def close(self) -> None: ...
 
     def abandon(self) -> None:
-        """Releases whatever keeps the process from exiting. Called in another thread when `close` does not return."""
+        """Releases whatever keeps the process from exiting. Called in another thread if `close` does not return."""
         ...
 
 
@@ -50,14 +50,14 @@ class SinkFeed:
         self._thread.start()
 
     def write(self, step: int, record: Record) -> None:
-        """Returns at once."""
+        """Returns immediately."""
         try:
             self._records.put_nowait((step, record))
         except queue.Full:
             self._fail(f"it is {BACKLOG} records behind")
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Returns when the sink has written everything and is closed, at the latest after `timeout_s`."""
+        """Returns when the sink has written everything and is closed, after `timeout_s` at the latest."""
         deadline = time.monotonic() + timeout_s
         try:
             self._records.put(None, timeout=timeout_s)
@@ -74,7 +74,7 @@ class SinkFeed:
         while (item := self._records.get()) is not None:
             try:
                 self._sink.write(*item)
-            except BaseException as error:  # noqa: BLE001 - task boundary: counted and told; W&B also raises SystemExit
+            except BaseException as error:  # noqa: BLE001 - task boundary: counted and logged; W&B may raise SystemExit
                 self._fail(f"{type(error).__name__}: {error}")
             self._records.task_done()
         self._end(self._sink.close)

@@ -1,4 +1,4 @@
-"""Brings a sink up to what `metrics.jsonl` has, after a crash or from a machine without a network."""
+"""Brings a sink up to date with `metrics.jsonl`, after a crash or from a machine without a network."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from asyncrl.types.metrics import Metric
 
 
 def sync_wandb(directory: Path, name: str, project: str, written: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Sends the records that W&B's server has not, as the same run.
+    """Sends the records that W&B's server lacks, as the same run.
 
     Args:
-        written: the recipe as others may read it.
+        written: the recipe without secrets.
 
-    Returns how many were sent, how many there are, and the run's address.
+    Returns (records sent, records in total, the run's address).
 
     Raises:
-        ConfigError: nobody is logged in; W&B allows no project or run of this name.
-        wandb.errors.Error: the server does not take it.
+        ConfigError: nobody is logged in; W&B rejects the name of the project or run.
+        wandb.errors.Error: the server refuses.
     """
     import wandb
 
@@ -35,6 +35,7 @@ def sync_wandb(directory: Path, name: str, project: str, written: Mapping[str, A
     records = read_records(directory / "metrics.jsonl")
     sink = WandbSink(directory, name, project, written)
     try:
+        # A step that was trained again has a new `time_s`: it is sent again.
         there = sink.steps_there()
         missing = [r for r in records if there.get(int(r[Metric.STEP])) != r[Metric.TIME]]
         for record in missing:
@@ -46,8 +47,9 @@ def sync_wandb(directory: Path, name: str, project: str, written: Mapping[str, A
 
 
 def rewrite_tensorboard(directory: Path) -> int:
-    """Makes `<run>/tensorboard` anew from all records; returns their number. Raises ConfigError."""
+    """Rebuilds `<run>/tensorboard` from all records; returns their number. Raises ConfigError."""
     records = read_records(directory / "metrics.jsonl")
+    # Written next to the old files, which stay until the new ones are complete.
     made = directory / ".tensorboard.new"
     shutil.rmtree(made, ignore_errors=True)
     sink = TensorBoardSink(made)
@@ -60,14 +62,15 @@ def rewrite_tensorboard(directory: Path) -> int:
 
 
 def read_records(path: Path) -> list[dict[str, float]]:
-    """The records of a run by their steps; of a step that was trained again the last. Raises ConfigError: none."""
+    """The records of a run by step; of a step that was trained again, the last. Raises ConfigError if there are
+    none."""
     by_step: dict[int, dict[str, float]] = {}
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
             record = finite(json.loads(line))
             by_step[int(record[Metric.STEP])] = record
         except (ValueError, KeyError, TypeError):
-            continue  # a crash cut it off
+            continue  # torn by a crash
     if not by_step:
         found = "no record of an optimizer step there" if path.is_file() else "no such file"
         raise ConfigError(explain(f"the metrics in {path}", found, "name the directory of a run, as runs/quickstart"))

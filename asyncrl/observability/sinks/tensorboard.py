@@ -8,7 +8,7 @@ from asyncrl.types.metrics import Record
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard in `directory`, in a new file after a failure."""
+    """Scalars for TensorBoard in `directory`; begins a new file after a failure."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

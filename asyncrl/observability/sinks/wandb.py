@@ -15,16 +15,16 @@ logger = logging.getLogger(__name__)
 
 
 class WandbSink:
-    """A Weights & Biases run; without a login it is recorded offline below `<run>/wandb`. The first record starts it.
-    After a failure the next record starts it again, as the same run."""
+    """A Weights & Biases run; without a login it is recorded offline below `<run>/wandb`. The first record starts it;
+    after a failure the next record restarts it as the same run."""
 
     def __init__(self, directory: Path, name: str, project: str, written: Mapping[str, Any]) -> None:
         """
         Args:
             directory: of the run.
-            written: the recipe as others may read it.
+            written: the recipe without secrets.
 
-        Raises ConfigError: W&B allows no project or run of this name.
+        Raises ConfigError if W&B rejects the name of the project or run.
         """
         import wandb
 
@@ -42,7 +42,7 @@ class WandbSink:
 
     def write(self, step: int, record: Record) -> None:
         try:
-            # by its own "step": a run that goes back to a checkpoint repeats steps
+            # Logged by its own "step": a run that goes back to a checkpoint repeats steps.
             self.run().log({**record, **self._charts.histogram(record)})
         except BaseException:
             self._run = None
@@ -66,23 +66,23 @@ class WandbSink:
         wandb.teardown()
 
     def _draw(self, charts: Mapping[str, Any]) -> None:
-        """W&B keeps tables elsewhere than numbers: without them the record is still taken."""
+        """Logs charts and tables. W&B stores them separately: if it refuses them, the record is still kept."""
         try:
             if charts:
                 self._run.log(dict(charts))
-        except Exception as error:  # noqa: BLE001 - whatever W&B raises; the first one is told
+        except Exception as error:  # noqa: BLE001 - any error of W&B; only the first is a warning
             level = logging.DEBUG if self._told else logging.WARNING
             logger.log(level, "W&B does not take charts and tables: %s: %s", type(error).__name__, error)
             self._told = True
 
     def run(self) -> Any:
-        """The W&B run, which is started, or resumed, when it is asked for the first time."""
+        """The W&B run, started or resumed on the first call."""
         if self._run is None:
             self._run = self._begin()
         return self._run
 
     def steps_there(self) -> dict[int, float]:
-        """Step -> `time_s` of its newest record, which tells its times of training apart, as W&B's server has them."""
+        """Step -> `time_s` of its newest record on W&B's server, which tells repeated trainings apart."""
         import wandb
 
         run = self.run()
@@ -97,7 +97,7 @@ class WandbSink:
         import wandb
         import wandb.util
 
-        # W&B would import pandas, where it is installed, to ask of every chart whether it is a data frame: 80 MB.
+        # With pandas installed, W&B would import it to check whether each chart is a data frame: 80 MB.
         wandb.util.pd_available = False
         if not (online := logged_in()):
             do = f"`asyncrl-dashboard sync {self._directory}` uploads it"
@@ -119,7 +119,7 @@ class WandbSink:
         return run
 
     def _run_id(self) -> str:
-        """The same for as long as the directory exists, wherever it is copied to."""
+        """The run's id, stored in the run directory and copied with it."""
         if not self._id_file.exists():
             self._id_file.parent.mkdir(exist_ok=True)
             self._id_file.write_text(f"{self._options['name']}-{secrets.token_hex(4)}")
@@ -133,5 +133,5 @@ def logged_in() -> bool:
 
 
 def finite(record: Mapping[str, float | None]) -> dict[str, float]:
-    """A line of `metrics.jsonl` as it was before null took the place of what is not finite."""
+    """A line of `metrics.jsonl` with null replaced by NaN."""
     return {name: math.nan if value is None else value for name, value in record.items()}

@@ -1,5 +1,5 @@
-"""What a W&B run shows besides scalars: the lag of tokens as a histogram of each step, custom charts by lag, and tables
-of trajectories."""
+"""Content of a W&B run besides scalars: a histogram of token lags per step, custom charts by lag, and tables of
+trajectories."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from asyncrl.types.guard import LAG_BUCKETS, LAST_OF_BUCKET
 from asyncrl.types.metrics import Metric, Record
 
 EVERY_STEPS = 20
-"""Charts and tables are sent again after so many steps, and at the end."""
+"""Interval at which charts and tables are sent, and once at the end."""
 ROWS = 16
 """Newest trajectories of a table."""
 EDGES = [0, *(last + 1 for last in LAST_OF_BUCKET), 2 * LAST_OF_BUCKET[-1] + 1]
-"""Of the buckets of lags."""
+"""Edges of the lag buckets."""
 COLUMNS = ("ordinal", "attempt", "prompt", "response", "ground_truth", "reward", "finish_reason", "versions")
 
 
 class WandbCharts:
-    """Owns the sums over the run that the custom charts show, and the place in the file of samples."""
+    """Owns the sums over the run behind the custom charts, and the position in the file of samples."""
 
     def __init__(self, samples: Path) -> None:
         self._samples, self._read = samples, 0
         self._tokens: dict[str, float] = dict.fromkeys(LAG_BUCKETS, 0.0)
         self._weighed: dict[tuple[Metric, str], float] = {}
-        """Family and bucket -> the sum over its tokens."""
+        """Family and bucket -> sum over the bucket's tokens."""
         self._steps, self._step = 0, 0.0
 
     def histogram(self, record: Record) -> dict[str, Any]:
-        """What is logged with this record. Adds it to the sums."""
+        """The histogram to log with this record. Adds the record to the sums."""
         import wandb
 
+        # Means by bucket are weighted by tokens, so that the sums can be divided at the end.
         shares = [record.get(Metric.LAG_TOKENS.of(bucket), 0.0) for bucket in LAG_BUCKETS]
         for bucket, share in zip(LAG_BUCKETS, shares, strict=True):
             tokens = share * record.get(Metric.TRAINED_TOKENS, 0.0)
@@ -50,7 +51,7 @@ class WandbCharts:
         return {"staleness/lag_histogram": wandb.Histogram(np_histogram=counts)}
 
     def due(self) -> dict[str, Any]:
-        """Charts and tables, when it is time for them."""
+        """Charts and tables if they are due, else empty."""
         return self._summary() if self._steps % EVERY_STEPS == 0 else {}
 
     def at_the_end(self) -> dict[str, Any]:
@@ -74,13 +75,13 @@ class WandbCharts:
         return found
 
     def _new_samples(self) -> list[Any]:
-        """Rows of the trajectories that were written since the last call, the newest `ROWS`."""
+        """Rows of trajectories written since the last call, at most the newest `ROWS`."""
         if not self._samples.is_file():
             return []
         with self._samples.open("rb") as file:
             file.seek(self._read)
             lines = file.read().split(b"\n")
-        self._read += sum(len(line) + 1 for line in lines[:-1])  # the last one is not whole, or empty
+        self._read += sum(len(line) + 1 for line in lines[:-1])  # the last one is incomplete or empty
         return [_row(json.loads(line)) for line in lines[:-1][-ROWS:]]
 
 
