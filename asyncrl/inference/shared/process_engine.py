@@ -392,7 +392,7 @@ class ProcessEngine(ABC, Generic[S]):
             return
         self._ended.set_result(reason)
         self._queue.set_open(False)
-        # `_streams` has all requests in flight; a requeued stream may only be in the queue.
+        # Every consumer gets the reason as its last item.
         for stream in list(self._streams.values()) + list(self._queue.running):
             self._finish(stream, self._failed("generate", reason))
         self._end_drains(self._failed("pause(drain)", reason))
