@@ -225,6 +225,7 @@ class Replica(HasLine):
                 continue
             entry = self._requests[request.request_id] = _InFlight(client_id, request, outbox, external)
             entry.task = asyncio.create_task(self._serve(entry), name=f"request {request.request_id}")
+            # The default binds the id of this turn of the loop.
             entry.task.add_done_callback(lambda _, key=request.request_id: self._requests.pop(key, None))
 
     async def collect(self, client_id: str, wait_s: float, gather_s: float = 0.0) -> list[TokenChunk]:
@@ -315,6 +316,7 @@ class Replica(HasLine):
         """
         if self._gate.is_set() and not manifest.is_staged:
             raise WeightTransferError(f"replica {self._id} was sent weights without a pause")
+        # A failed transfer must leave nothing to commit, and a reset during it invalidates it.
         self._received, resets = None, self._resets
         with self._transferring():
             if manifest.is_staged:
@@ -491,6 +493,7 @@ class Replica(HasLine):
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
+                    # The gate can close again while this request waits for its place, so both are checked in a loop.
                     await self._gate.wait()
                     if not external:
                         self._places.take()

@@ -30,7 +30,7 @@ async def reply(ref: Awaitable[Any], *, timeout_s: float, call: str, process: Pr
         call, process: named in errors.
 
     Raises:
-        DeadlineExceeded: no answer in time. The remote call is not cancelled: its owner decides what to do with it.
+        DeadlineExceeded: no answer in time. The remote call is not cancelled: its owner decides.
         ProcessDied: the process has died or cannot be reached.
         Exception: what the remote method raised, as its own type, with the remote traceback as its `__cause__`.
     """

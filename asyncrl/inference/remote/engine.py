@@ -155,6 +155,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
 
     async def _sample(self, stream: RemoteStream) -> None:
         stream.enter()
+        # A commit is changing the label, so the version of the first tokens is unknown.
         if self._label is None:
             stream.hold()
         reading = stream.reading = asyncio.create_task(self._read(stream), name=f"read {stream.rid}")
@@ -182,6 +183,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         """Requests with tokens are aborted by name, so that their last tokens arrive; closing the connection ends the
         others."""
         dialect = self._spoken
+        # A requeued request has no tokens, so its last output is not awaited.
         begun = [s for s in streams if s.num_tokens and s.fate == "abort" and s.reading is not None]
         if self._lost is None:
             await self._abort_at_server([s.rid for s in (streams if dialect.aborts_by_name_only else begun)])
@@ -286,6 +288,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
                         await client.send(call, max(0.0, deadline - time.monotonic()))
                     return dialect
             except (Unreachable, Unanswered, Refused, TimeoutError) as error:
+                # A refusal other than "not up" will not go away by waiting.
                 if isinstance(error, Refused) and error.status != UNAVAILABLE:
                     raise
                 if time.monotonic() + _TRY_AGAIN_S >= deadline:
@@ -323,6 +326,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         Stops when: the engine ends.
         """
         refusals, answered_s = 0, time.monotonic()
+        # A connection refused once may be a busy server; an answer that takes too long has its own limit.
         while self._lost is None:
             await asyncio.sleep(_LOOK_S)
             try:
@@ -342,6 +346,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
     async def _examine(self, why: str) -> None:
         """Checks immediately that the server is alive and has the current label; sets `_lost` otherwise. `why`: the
         reason for the check."""
+        # Only broken connections are retried; every other outcome is conclusive.
         for attempt in range(_REFUSALS):
             try:
                 await self._check_server(self._calls())

@@ -115,6 +115,7 @@ class ServerClient:
 
     async def _call(self, method: str, path: str, timeout_s: float, **request: Any) -> Any:
         try:
+            # One deadline for the whole call; httpx's timeouts are per operation.
             async with asyncio.timeout(timeout_s):
                 answer = await self._calls.request(method, path, timeout=None, **request)
         except TimeoutError as error:

@@ -67,6 +67,7 @@ async def ask_sglang(client: ServerClient, model: Any) -> SglangFacts:
 
 def facts_from(url: str, model: Any, info: Any) -> SglangFacts:
     """Raises ConfigError: unknown form, or the version is too old."""
+    # A gateway may answer with anything.
     held, about = (answer if isinstance(answer, Mapping) else {} for answer in (info, model))
     version = held.get("version")
     if not isinstance(version, str) or _number(version) < _SINCE:
@@ -109,6 +110,7 @@ def require_usable(url: str, facts: SglangFacts, remote: RemoteEngineConfig, mod
         asked = f"{url} with rollout.remote.data_parallel_size={remote.data_parallel_size}"
         found = f"it is a server of SGLang with --dp-size {facts.replicas}, and only those with 1 can be replicas"
         raise ConfigError(explain(asked, found, "set rollout.remote.data_parallel_size=1"))
+    # Settings that may work, but were never tested.
     for flag, here, needed in (
         ("--dp-size", facts.replicas, 1),
         ("--pp-size", facts.stages, 1),

@@ -60,6 +60,7 @@ async def ask(client: ServerClient, remote: RemoteEngineConfig) -> ServerDialect
         Refused: the server is starting, or its engine is dead.
     """
     told = []
+    # The first path that answers with its key decides.
     for path, name in (("/version", "version"), (MODEL, "weight_version")):
         try:
             answer = await client.get(path, timeout_s=ASK_S)

@@ -51,6 +51,7 @@ class ServeExtension:
         with set_current_vllm_config(self.vllm_config):
             update = self._asyncrl_update()
             parallel = self.vllm_config.parallel_config
+            # Every worker of every engine is a receiver of its own.
             worker = parallel.data_parallel_index * parallel.world_size + get_tensor_model_parallel_rank()
             update.join(replace(source, receiver=source.receiver + worker))
             update.start()

@@ -165,6 +165,7 @@ def _from_server_info(url: str, info: Any) -> ServerFacts:
         return value
 
     config, parallel = "vllm_config", ("vllm_config", "parallel_config")
+    # Missing entries become None, which `from_plain` rejects by name where the field needs a value.
     plain = {
         "max_model_len": at(config, "model_config", "max_model_len"),
         "world_size": at(*parallel, "world_size"),

@@ -63,6 +63,7 @@ def output_of(line: str, labels: Labels) -> Output | None:
         raise GenerationError(explain("generate", f"the server answers {told}", "look at the log of the server"))
     if not held["choices"]:
         return None
+    # Log-probabilities and ids are separate lists: a length mismatch would shift them silently.
     choice = held["choices"][0]
     ids, entries = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("content") or []
     if len(ids) != len(entries):

@@ -140,6 +140,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
             stream.entered.set()
             if stream.fate is not None:
                 await self._abort_inside([stream])
+            # The host always sends a last output, even for a request that SGLang lost.
             is_last = False
             while not is_last:
                 output = await stream.outputs.get()
@@ -204,6 +205,7 @@ class _SglangPublishCalls(PublishCalls):
         self._is_known = False
 
     async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
+        # Unknown until all schedulers have answered: a failure or cancellation leaves it so.
         model, was_known = self._model, self._is_known
         self._is_known = False
         order = PublishOrder(

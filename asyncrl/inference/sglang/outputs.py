@@ -38,6 +38,7 @@ def output_of(
     tokens so far. The last response of a request that waited in SGLang's queue repeats tokens in both cases. `experts`:
     None if no request records them."""
     meta = out["meta_info"]
+    # `completion_tokens` decides what is new: the lists may repeat earlier tokens.
     first, new = (0 if incremental else sent), meta["completion_tokens"] - sent
     ids = np.asarray(out["output_ids"][first : first + new], np.int32)
     logprobs = meta.get("output_token_logprobs") or []
@@ -48,6 +49,7 @@ def output_of(
         raise RuntimeError(f"SGLang answered {found}")
     if finish is None:
         return Output(rid, ids, values)
+    # Only the last response has versions, experts and the reason of a refusal.
     spans = meta.get("weight_versions")
     text, tokens = meta.get("routed_experts"), meta["completion_tokens"]
     refused = finish["type"] == "abort" and finish.get("status_code") is not None

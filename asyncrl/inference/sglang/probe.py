@@ -33,6 +33,7 @@ def main() -> int:
     asked = parser.parse_args()
     import torch
 
+    # Must be set before the checks below import SGLang.
     if not torch.cuda.is_available():
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     try:

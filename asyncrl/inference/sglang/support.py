@@ -100,6 +100,7 @@ def check_installed(rollout: RolloutConfig, facts: ModelFacts) -> None:
     except subprocess.TimeoutExpired as error:
         found = f"SGLang was not imported within {_PROBE_S:g} s"
         raise ConfigError(explain(asked, found, "try `python -c 'import sglang'`")) from error
+    # 2: the probe's own message. Any other failure: the import itself broke.
     if done.returncode == 2:
         raise ConfigError(done.stdout.strip())
     if done.returncode:

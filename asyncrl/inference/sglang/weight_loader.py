@@ -147,6 +147,7 @@ def _checkpoint_shapes(order: PublishOrder) -> tuple[dict[str, tuple[int, ...]],
     except (ValueError, ImportError, OSError) as error:
         logger.warning("the shapes of a publish are not checked before SGLang loads them: %s", error)
         return {}, {}
+    # On the meta device the model has shapes but no memory.
     own = dict(model.named_parameters())
     if any(is_fused(name) for name in own) and config.model_type not in MODEL_TYPES:
         return {}, {}

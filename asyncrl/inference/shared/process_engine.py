@@ -64,6 +64,7 @@ class ProcessEngine(ABC, Generic[S]):
         self._context_tokens = context_tokens
         self._real_weights = load_real_weights
         self._kv = kv_admission or KvAdmission("off", shares_prompts=False)
+        # The salt is read at each check: it changes with every publish.
         self._queue: EngineQueue[S] = EngineQueue(
             max_running,
             self._send,
@@ -147,6 +148,7 @@ class ProcessEngine(ABC, Generic[S]):
         if self._ended is not None:
             raise GenerationError(explain("start", "the engine was started before", "make a new engine"))
         self._ended = asyncio.get_running_loop().create_future()
+        # `stop` may come during the launch, which takes minutes and is then cancelled.
         launching = asyncio.ensure_future(self._launch())
         try:
             await asyncio.wait((launching, self._ended), return_when=asyncio.FIRST_COMPLETED)
@@ -336,6 +338,7 @@ class ProcessEngine(ABC, Generic[S]):
                 running.append(stream)
             else:
                 self._finish(stream, empty_chunk(stream.request, self._version, "abort"))
+        # The fate is set before the abort is sent, so that a request about to enter ends too.
         inside = [stream for stream in running if stream.entered.is_set()]  # for the others `_sample` checks the fate
         if inside:
             self._spawn(self._abort_inside(inside), f"{self.key}-abort")
@@ -448,6 +451,7 @@ class ProcessEngine(ABC, Generic[S]):
             max_top=self._max_top,
             records=self._records,
         )
+        # An id names the request's stream, so it must be unique among requests in flight.
         if found is None and request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")
         if found is not None:

@@ -42,6 +42,7 @@ def slot_attention(
     scale = settings.get("scaling")
     attend = torch.nn.functional.scaled_dot_product_attention
     if length == 1:
+        # No causal mask is needed within the "sequence": all its heads are at the same position.
         query = query.reshape(rows, key.shape[1], -1, head_size)
         out = attend(query, key, value, attn_mask=attention_mask, scale=scale)
         return out.reshape(rows, 1, heads, -1), None

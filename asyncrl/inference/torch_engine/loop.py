@@ -129,6 +129,7 @@ class DecodeLoop:
 
     def _serve_commands(self) -> bool:
         """Serves all queued commands; waits for one if there is nothing to decode. Returns False at `Stop`."""
+        # Idle: block until a command comes, so that the thread takes no CPU time.
         if not self._active:
             try:
                 if not self._serve(self._commands.get(timeout=_IDLE_WAIT_S)):
@@ -203,6 +204,7 @@ class DecodeLoop:
         self._finish(np.arange(slots.n) if ids is None else slots.rows_of(list(ids)), "abort")
         self._waiting, self._scoring = self._without(self._waiting, ids), self._without(self._scoring, ids)
         if self._wave:
+            # Places stay in the wave even if empty: they index its prompts.
             for place, same in enumerate(self._wave.requests):
                 kept: deque[GenerationRequest] = deque()
                 for request in same:

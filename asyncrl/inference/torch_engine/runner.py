@@ -159,6 +159,7 @@ class ModelRunner:
         """Runs `model` on the next chunk of every prompt."""
         size = self._chunk_of(prefill)
         start, stop = prefill.done, min(prefill.done + size, prefill.width)
+        # Shorter prompts are padded with token 0; no later token of theirs can see the padding.
         ids = np.zeros((len(prefill.prompts), stop - start), np.int64)
         for row, prompt in enumerate(prefill.prompts):
             piece = prompt[start:stop]

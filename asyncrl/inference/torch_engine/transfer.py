@@ -36,6 +36,7 @@ class TorchTransfer:
 
     def __init__(self, served: torch.nn.Module, device: torch.device, model: ModelConfig) -> None:
         whole = served.state_dict().items()
+        # Fused experts are published per expert, so each gets a view as its target.
         self._targets = {name: part for fused, tensor in whole for name, part in unfused(fused, tensor)}
         self._parameters = dict(served.named_parameters(remove_duplicate=False))
         self._names_of: dict[int, list[str]] = {}

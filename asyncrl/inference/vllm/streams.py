@@ -64,6 +64,7 @@ class VllmStream(RequestStream):
             return self._scored(output, start, version)
         ids = np.asarray(completion.token_ids, np.int32)
         logprobs = _sampled(completion.logprobs, len(ids))
+        # While vLLM has the request its live list is current; afterwards the last output has the versions.
         starts = self._starts
         if starts is None:
             starts = [(span.version, span.start) for span in completion.weight_versions or ()]
