@@ -95,8 +95,7 @@ class Outbox:
                 return self._taken(dict.fromkeys(ended))
             if now >= deadline:
                 return []
-            # Sleep until a request ends or the first chunk arrives, the gathering time is over, or the caller's wait
-            # is.
+            # Sleep until a request ends, the first chunk arrives, or the gathering or waiting time is over.
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(deadline, self._since + gather_s if self._runs else deadline) - now):
@@ -225,7 +224,7 @@ class Replica(HasLine):
                 continue
             entry = self._requests[request.request_id] = _InFlight(client_id, request, outbox, external)
             entry.task = asyncio.create_task(self._serve(entry), name=f"request {request.request_id}")
-            # The default binds the id of this turn of the loop.
+            # The default argument binds the id of this iteration.
             entry.task.add_done_callback(lambda _, key=request.request_id: self._requests.pop(key, None))
 
     async def collect(self, client_id: str, wait_s: float, gather_s: float = 0.0) -> list[TokenChunk]:

@@ -69,7 +69,7 @@ class HasLine:
         if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
             return None
         if self._opened is None or (self._opened.done() and self._opened.exception() is not None):
-            import ray  # here: what is served must be importable without it
+            import ray  # here, so that actors can be imported without Ray
 
             self._opened = asyncio.create_task(serve(self, ray.util.get_node_ip_address()), name="open the line")
         return (await asyncio.shield(self._opened)).address
@@ -240,7 +240,7 @@ class _Calling(_End):
         for future in calls:
             if not future.done():
                 future.set_exception(LineEnded(why))
-                future.exception()  # marks it as retrieved: whoever asked may have given up
+                future.exception()  # marks it as retrieved: the caller may have given up
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
         message = _packed(number := next(self._numbers), (method, args, kwargs))
@@ -278,7 +278,7 @@ class _Calling(_End):
         except Exception as unread:  # noqa: BLE001 - unpickling runs arbitrary code; the caller gets its error
             error = unread
         future.set_exception(error)
-        future.exception()  # marks it as retrieved: whoever asked may have given up
+        future.exception()  # marks it as retrieved: the caller may have given up
 
 
 class _Answering(_End):

@@ -39,8 +39,8 @@ class VllmEngine(ProcessEngine[VllmStream]):
     def __init__(
         self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int = 0
     ) -> None:
-        """`load_real_weights`: load the model's files and start as version 0; otherwise random weights and version
-        None. `seed`: for sampling and random weights."""
+        """`load_real_weights`: load the model's files as version 0; otherwise random weights without a version. `seed`:
+        for sampling and random weights."""
         super().__init__(
             model,
             max_running=settings.max_num_seqs,
