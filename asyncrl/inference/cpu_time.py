@@ -1,4 +1,4 @@
-"""What a process and those that it has started take of the processors."""
+"""CPU time of a process and its descendants, and the scheduling priority of engines on CPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROC = Path("/proc")
 
 
 class CpuTime:
-    """CPU seconds of this process and of those below it. Who these are is found out every `LOOK_S`."""
+    """CPU seconds of this process and its descendants, which are listed again every `LOOK_S`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked = clock, -math.inf
@@ -28,15 +28,15 @@ class CpuTime:
         return _seconds(self._this) + self.below_s()
 
     def below_s(self) -> float:
-        """Those of the processes below it alone."""
+        """CPU seconds of the descendants alone."""
         if self._clock() - self._looked >= LOOK_S:
             self._below, self._looked = _below(self._this), self._clock()
         return sum(map(_seconds, self._below))
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
-    """The processes below one. Linux lists the children of each, where it was built so (CONFIG_PROC_CHILDREN);
-    elsewhere all processes of the machine are looked at, 20 us each."""
+    """The descendants. A Linux kernel built with CONFIG_PROC_CHILDREN lists the children of each process; otherwise
+    psutil scans all processes of the machine, 20 us each."""
     if not (PROC / str(process.pid) / "task" / str(process.pid) / "children").exists():
         return process.children(recursive=True)
     found = []
@@ -50,6 +50,7 @@ def _listed_below(pid: int) -> Iterator[int]:
     threads: list[Path] = []
     with contextlib.suppress(OSError):  # the process has ended
         threads = list((PROC / str(pid) / "task").iterdir())
+    # Each thread lists the children that it started itself.
     for thread in threads:
         children: list[int] = []
         with contextlib.suppress(OSError):  # the thread has ended
@@ -66,16 +67,16 @@ def _seconds(process: psutil.Process) -> float:
     return 0.0
 
 
-# The priority of engines on CPUs that they share with the rest of a run.
+# Priority of engines on CPUs that the rest of a run shares.
 
 
 DECODE_NICENESS = 2
-"""By this a decode loop has a lower priority than trainer ranks, the queue and rollouters, which may share its cores:
-a step waits for these. The server of a run stays below it (`serving.run_server.NICENESS`)."""
+"""Niceness of a decode loop above trainer ranks, the queue and rollouters, which may share its cores: a step waits for
+them. The server of a run has an even lower priority (`serving.run_server.NICENESS`)."""
 
 
 def yield_to_others() -> None:
-    """Lowers the priority of this thread, and of the threads and processes that it starts from now on. Nothing is done
-    elsewhere than on Linux, where it would be that of the process."""
+    """Lowers the priority of this thread, and of threads and processes that it starts later. Linux only: elsewhere
+    niceness applies to the whole process."""
     if sys.platform == "linux":
         os.nice(DECODE_NICENESS)

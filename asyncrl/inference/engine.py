@@ -1,6 +1,6 @@
 """The protocol that every inference engine implements; its conformance suite is `asyncrl_testing.engine_suite`.
 
-A capability that only some engines have is a protocol of its own, so that no engine has a method that always refuses.
+Optional capabilities are separate protocols, so that no engine has a method that always raises.
 """
 
 from __future__ import annotations
@@ -15,29 +15,28 @@ class InferenceEngine(Protocol):
     """One copy of the policy. All methods are called from one asyncio loop.
 
     Versions: an engine starts with version None (dummy weights) unless it was built to load real ones. `commit`
-    stamps every token sampled after it. An engine that is paused starts no request: `generate` waits.
+    stamps every token sampled after it. A paused engine starts no request: `generate` waits.
     """
 
     async def start(self) -> None:
-        """Loads the model; returns when requests can be served. Raises GenerationError naming what failed."""
+        """Loads the model; returns when requests can be served. Raises GenerationError."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        """Streams the tokens of one request; the last chunk, and only it, has a `finish_reason`.
+        """Streams the tokens of one request; only the last chunk has a `finish_reason`.
 
         Raises GenerationError: the request does not fit the engine, or the engine has stopped.
         """
         ...
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
-        """Ends these requests (None: all, also queued ones) with finish_reason "abort", keeping the tokens so far.
+        """Ends these requests (None: all, queued ones included) with finish_reason "abort", keeping the tokens so far.
         Unknown ids are ignored: they may just have finished."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns when no token is being sampled. abort: requests in flight end as by `abort(None)`. keep: they
-        freeze, and continue at `resume` with their KV cache. drain: running requests finish first, queued ones stay
-        queued. Idempotent."""
+        """Returns when no token is being sampled. abort: `abort(None)`. keep: requests freeze and continue at `resume`
+        with their KV cache. drain: running requests finish first, queued requests stay queued. Idempotent."""
         ...
 
     async def load_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
@@ -49,7 +48,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def commit(self, version: int | None) -> None:
-        """Stamps tokens sampled from now on with `version`; None leaves it as it is."""
+        """Stamps tokens sampled from now on with `version`; None keeps the current version."""
         ...
 
     async def resume(self) -> None:
@@ -65,23 +64,23 @@ class InferenceEngine(Protocol):
 
 @runtime_checkable
 class StagingEngine(Protocol):
-    """An engine that receives a publish while it samples, and stands still only while it loads it."""
+    """An engine that receives a publish while it samples, and pauses only while it applies the weights."""
 
     async def stage_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        """Receives one publish into host memory, paused or not; returns as `load_weights`.
+        """Receives one publish into host memory, paused or not; returns the digest like `load_weights`.
 
-        Raises WeightTransferError, DeadlineExceeded; the weights that are served stay as they are.
+        Raises WeightTransferError, DeadlineExceeded; the served weights are unchanged.
         """
         ...
 
     async def load_staged(self, timeout_s: float) -> None:
-        """Applies what was staged last, once, while paused. Raises as `load_weights`."""
+        """Applies the last staged publish, once, while paused. Raises the errors of `load_weights`."""
         ...
 
 
 @runtime_checkable
 class SleepingEngine(Protocol):
-    """An engine that can release its GPU memory while it is paused and empty."""
+    """An engine that can release its GPU memory while it is paused and has no requests."""
 
     async def sleep(self, level: int = 1) -> None:
         """Level 1 keeps the weights in host memory. Level 2 drops them: a publish must follow `wake_up`.
@@ -91,6 +90,6 @@ class SleepingEngine(Protocol):
         ...
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes the memory back, of "weights" or "kv_cache" or (None) all of it; the engine stays paused. Raises as
-        `sleep`."""
+        """Reallocates the memory of these tags ("weights", "kv_cache"; None: both); the engine stays paused. Raises the
+        errors of `sleep`."""
         ...

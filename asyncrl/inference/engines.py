@@ -1,4 +1,5 @@
-"""The inference engines by name: everything that the rest of the package knows of one before it is built."""
+"""Registry of the inference engines: everything that the rest of the package knows about an engine before it is
+built."""
 
 from __future__ import annotations
 
@@ -16,50 +17,50 @@ from asyncrl.types import ModelFacts
 from asyncrl.weights.experts import MODEL_TYPES
 
 SCRATCH = "{scratch}"
-"""Stands in `EngineSpec.local_environment` for the run's directory of sockets and temporary files."""
+"""Placeholder in `EngineSpec.local_environment` for the run's directory of sockets and temporary files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """One inference engine, described without importing it. Its settings are the section of the recipe's `rollout` that
-    has its name: `max_model_len`, `context_tokens` and `num_workers` mean the same in each."""
+    """One inference engine, described without importing it. Its settings are the section of the recipe's `rollout` with
+    its name; `max_model_len`, `context_tokens` and `num_workers` mean the same for every engine."""
 
     engine: str
     """`package.module:Class`; called with (ModelConfig, its settings, load_real_weights=)."""
     unsupported: str
-    """`package.module:function`; called with (ModelFacts, tokens of the context); returns the features of the model
-    that the engine cannot run. Its module imports neither torch nor the engine."""
+    """`package.module:function`; called with (ModelFacts, context tokens); returns the model features that the engine
+    cannot run. Its module imports neither torch nor the engine."""
     package: str | None = None
-    """The package that has to be importable."""
+    """Package that must be importable."""
     check: str = ""
-    """`package.module:function`; called with the RolloutConfig and the ModelFacts before anything starts, where the
-    package is there. Raises ConfigError: the installed version cannot be used, or cannot do what is asked, or cannot
-    run the model. Imports the package in another process, if at all."""
+    """`package.module:function`; called with (RolloutConfig, ModelFacts) before anything starts, if the package is
+    installed. Raises ConfigError: the installed version is unusable, or lacks a requested feature, or cannot run the
+    model. Imports the package in another process, if at all."""
     install: str = ""
     """How to install `package`."""
     takes_whole_gpus: bool = False
-    """Each worker takes a GPU of its own, or `gpu_share` of one; otherwise replicas and trainer ranks share
-    those of the cluster."""
+    """Each worker takes one GPU, or `gpu_share` of one; otherwise replicas and trainer ranks share the GPUs of the
+    cluster."""
     elsewhere: bool = False
-    """It runs in servers that others have started: its replicas take no device, and only training can publish to
+    """It runs in servers started by someone else: its replicas take no device, and only training can publish to
     them."""
     stop_timeout_s: float = 3.0
-    """Longest time that a replica may take to stop before its process is killed."""
+    """Longest time for a replica to stop before its process is killed."""
     stages: bool = False
     """It can receive a publish while it samples (`StagingEngine`)."""
     sleeps_on_cpu: bool = False
-    """It can give its memory back on a CPU too; every engine can on GPUs."""
+    """It can release its memory on a CPU too; every engine can on GPUs."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that a replica's processes need before the engine is imported."""
     preload: tuple[str, ...] = ()
-    """Modules of a process that one of a replica may be forked from on a CPU: their imports leave no thread, and do not
-    look for Ray, which is not there."""
+    """Modules preloaded in the server process that replicas on a CPU are forked from: importing them leaves no thread
+    and does not need Ray."""
     local_environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables for a cluster that one run started on one machine; the user's own values take precedence."""
     records: tuple[str, ...] = ()
-    """Arrays of `TOKEN_ARRAYS` that it records while it samples."""
+    """Arrays of `TOKEN_ARRAYS` that the engine records while it samples."""
     records_on_cpu: bool = True
-    """It does so on a CPU too."""
+    """It records them on a CPU too."""
     serving: tuple[str, ...] = ()
     """Settings of `asyncrl-serve`, as `key=value` in the engine's section."""
 
@@ -73,7 +74,7 @@ ENGINES: dict[str, EngineSpec] = {
         sleeps_on_cpu=True,
         records=("experts", "kept_ids"),
         preload=("asyncrl.inference.torch_engine.engine",),
-        environment={"OMP_WAIT_POLICY": "PASSIVE"},  # threads that wait leave the cores to other processes
+        environment={"OMP_WAIT_POLICY": "PASSIVE"},  # waiting threads yield the cores
     ),
     "vllm": EngineSpec(
         engine="asyncrl.inference.vllm.engine:VllmEngine",
@@ -95,7 +96,7 @@ ENGINES: dict[str, EngineSpec] = {
         local_environment={
             "VLLM_RPC_BASE_PATH": SCRATCH,
             "VLLM_HOST_IP": "127.0.0.1",
-            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # large pages: a publish on a CPU touches all weights anew
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # large pages: every publish on a CPU touches all weights
         },
         serving=("structured_outputs=true",),
     ),
@@ -125,7 +126,7 @@ STANDALONE = tuple(name for name, spec in ENGINES.items() if not spec.elsewhere)
 
 
 def build_engine(rollout: RolloutConfig, model: ModelConfig, *, load_real_weights: bool) -> InferenceEngine:
-    """The engine that `rollout.engine` chooses, not started. Call it in the process that will run it."""
+    """The engine of `rollout.engine`, not started. Call it in the process that will run the engine."""
     build = resolve_name(ENGINES[rollout.engine].engine)
     return build(model, rollout.settings, load_real_weights=load_real_weights)
 
@@ -142,7 +143,7 @@ def require_package(rollout: RolloutConfig) -> None:
 
 
 def require_staging(engine: str) -> None:
-    """Raises ConfigError: the engine loads weights as they come."""
+    """Raises ConfigError: the engine cannot stage weights."""
     able = " or ".join(name for name, spec in ENGINES.items() if spec.stages)
     require(
         ENGINES[engine].stages,
@@ -153,7 +154,7 @@ def require_staging(engine: str) -> None:
 
 
 def require_sleep(engine: str) -> None:
-    """Raises ConfigError: the engine runs on a CPU and cannot give its memory back there."""
+    """Raises ConfigError: the engine cannot release its memory on a CPU."""
     able = " or ".join(name for name, spec in ENGINES.items() if spec.sleeps_on_cpu)
     require(
         ENGINES[engine].sleeps_on_cpu,
@@ -164,7 +165,7 @@ def require_sleep(engine: str) -> None:
 
 
 def require_recording(engine: str, array: str, asked: str, *, on_cpu: bool) -> None:
-    """Raises ConfigError: the engine does not record this array of `TOKEN_ARRAYS`. `asked`: what in the recipe needs
+    """Raises ConfigError: the engine does not record this array of `TOKEN_ARRAYS`. `asked`: the setting that needs
     it."""
     able = [name for name, spec in ENGINES.items() if array in spec.records and (spec.records_on_cpu or not on_cpu)]
     require(
@@ -176,7 +177,7 @@ def require_recording(engine: str, array: str, asked: str, *, on_cpu: bool) -> N
 
 
 def require_routers(facts: ModelFacts) -> None:
-    """Raises ConfigError: the model has no routers whose experts could be recorded."""
+    """Raises ConfigError: the model has no known routers to record."""
     require(
         facts.model_type is None or facts.model_type in MODEL_TYPES,
         asked=f"trainer.router_replay=rollout with {facts.name}",
@@ -186,12 +187,12 @@ def require_routers(facts: ModelFacts) -> None:
 
 
 def require_runs(rollout: RolloutConfig, facts: ModelFacts, *, section: str = "rollout.") -> None:
-    """Asks the engine, and its package where that is installed, whether they can run the model with this context.
+    """Checks that the engine, and its package if installed, can run the model with this context.
 
     Args:
-        section: what the user writes before the keys of an engine.
+        section: prefix of the engine's keys in the error message.
 
-    Raises ConfigError: it cannot; the message names what can.
+    Raises ConfigError, which names settings that work.
     """
     engine, length = rollout.engine, rollout.max_model_len
     key, positions = f"{section}{engine}.max_model_len", facts.max_position_embeddings
@@ -201,6 +202,7 @@ def require_runs(rollout: RolloutConfig, facts: ModelFacts, *, section: str = "r
         found=f"{facts.path} has max_position_embeddings={positions}",
         do=f"lower {key} to {positions}",
     )
+    # Features that the engine lacks in every version; the installed version is checked last.
     problems = _unsupported(engine, facts, length)
     require(
         not problems,

@@ -1,4 +1,4 @@
-"""Which requests from outside a run may be at the engine of one replica. They come behind the run's own."""
+"""Admission of requests from outside a run to one replica's engine, at lower priority than the run's requests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExternalLimits:
-    """`total`: requests that the engine decodes at once. `external`: how many of them may be from outside the run.
-    `timeout_s`: longest wait of one of these for the gate and for a place; their server has deadlines of its own."""
+    """`total`: requests that the engine decodes concurrently. `external`: how many of the `total` may come from outside
+    the run. `timeout_s`: longest wait of an external request for the gate and a place; the server that sends it has
+    separate deadlines."""
 
     total: int
     external: int
@@ -24,8 +25,8 @@ class ExternalLimits:
 
 
 class ExternalPlaces:
-    """The places of one engine. A request of the run takes one at once, also when none is left: the engine queues it.
-    An external request starts only while a place is left and its kind has fewer than `limits.external`.
+    """The places of one engine. A request of the run takes a place immediately, even if none is left: the engine queues
+    it. An external request starts only while a place is left and fewer than `limits.external` run.
 
     Args:
         limits: None refuses every external request.
@@ -50,14 +51,14 @@ class ExternalPlaces:
         self._taken[False] += 1
 
     async def take_external(self) -> None:
-        """Waits for a place behind the external requests that came before; the caller bounds the wait."""
+        """Waits for a place, first come, first served; the caller bounds the wait."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         self._grant()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the place was granted in the turn of the cancellation
+            if turn.done() and not turn.cancelled():  # granted in the same loop iteration as the cancellation
                 self.give_back(external=True)
             raise
 

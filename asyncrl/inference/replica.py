@@ -1,7 +1,7 @@
-"""A replica: one inference engine behind a gate. Runs as a Ray actor.
+"""Replica: one inference engine behind a gate. Runs as a Ray actor.
 
-The gate is closed until the first committed version and during every publish; requests wait at it. When the engine dies
-the replica is useless: its clients get the tokens that had been sampled, then `ProcessDied`, and resume elsewhere.
+The gate is closed until the first committed version and during every publish; requests wait at the gate. When the
+engine dies, clients get the tokens sampled so far, then `ProcessDied`, and resume at another replica.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from asyncrl.types import (
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Time that a call has beyond a deadline that the replica keeps itself (`receive_weights`, `adopt`, `reset`), so that
-its error arrives."""
+"""Extra time of calls whose deadline the replica enforces itself (`receive_weights`, `adopt`, `reset`), so that the
+replica's error arrives first."""
 
 
 class Outbox:
-    """The chunks that one client has not collected yet. Tokens of one request and version leave it as one chunk,
-    however the engine sent them."""
+    """The chunks that one client has not collected yet. Consecutive tokens of one request and version are merged into
+    one chunk."""
 
     def __init__(self) -> None:
         self._runs: dict[str, list[list[TokenChunk]]] = {}
-        """By request the runs of chunks that go together."""
+        """Per request: runs of chunks to merge."""
         self._ended: list[str] = []
-        """Requests whose last chunk is here."""
+        """Requests whose last chunk has arrived."""
         self._since = 0.0
-        """When the oldest of these chunks came, at the latest."""
+        """Upper bound on the arrival time of the oldest chunk."""
         self._at_once = False
         self._news = asyncio.Event()
 
@@ -75,24 +75,27 @@ class Outbox:
             self._news.set()
 
     def release(self) -> None:
-        """From now on `take` waits for nothing."""
+        """From now on `take` returns immediately."""
         self._at_once = True
         self._news.set()
 
     async def take(self, wait_s: float, gather_s: float = 0.0) -> list[TokenChunk]:
-        """The chunks of requests that have ended, as soon as there is one; all chunks once tokens have been here for
-        `gather_s`. Waits at most `wait_s`."""
+        """Returns the chunks of ended requests as soon as a request ends, or all chunks once the oldest is `gather_s`
+        old. Waits at most `wait_s`."""
         deadline = time.monotonic() + wait_s
         while True:
             now = time.monotonic()
+            # Everything is due: the outbox was released, or its oldest chunk has waited long enough.
             if self._at_once or (self._runs and now >= self._since + gather_s):
                 self._ended = []
                 return self._taken(list(self._runs))
+            # Ended requests leave early, because their client waits for whole responses.
             if self._ended:
                 ended, self._ended = self._ended, []
                 return self._taken(dict.fromkeys(ended))
             if now >= deadline:
                 return []
+            # Sleep until a request ends, the first chunk arrives, or the gathering or waiting time is over.
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(deadline, self._since + gather_s if self._runs else deadline) - now):
@@ -125,8 +128,7 @@ def _merged(run: list[TokenChunk]) -> TokenChunk:
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A request that has not ended. `external`: it comes from outside the run. `at_gate`: it has not reached the
-    engine."""
+    """A request in flight. `external`: it comes from outside the run. `at_gate`: it has not reached the engine."""
 
     client_id: str
     request: GenerationRequest
@@ -154,11 +156,11 @@ class Replica(HasLine):
     ) -> None:
         """
         Args:
-            build_engine: makes the engine, in the process of the replica.
+            build_engine: called in the replica's process.
             serves_at_once: the engine starts with real weights (`asyncrl-serve`); otherwise the gate opens at the first
                 commit.
             node: address of this machine, or a function that returns it in the process of the replica.
-            external: for requests from outside the run; None refuses them.
+            external: limits of requests from outside the run; None refuses them.
         """
         self._id = replica_id
         self._node = node() if callable(node) else node
@@ -184,7 +186,7 @@ class Replica(HasLine):
         self._received_all.set()
         self._resets = 0
         self._incarnation = 0
-        """The first one whose requests are not refused."""
+        """Requests for earlier incarnations are refused."""
         self._stopping = False
 
     async def start(self) -> ReplicaStats:
@@ -201,12 +203,11 @@ class Replica(HasLine):
         """Starts these requests; `collect(client_id)` returns their chunks.
 
         Args:
-            external: the client is not part of the run. Each request then waits at the gate until the engine has a
-                place that no request of the run takes, and for its turn among external requests.
-            incarnation: of the replica, for which the requests are meant; None: any.
+            external: the client is not part of the run. Each request then also waits for one of the external places.
+            incarnation: the replica incarnation that the requests are meant for; None: any.
 
         Raises ProcessDied; GenerationError: the client was forgotten, or external requests are refused;
-        DeadlineExceeded: they were sent before a reset and arrived after it.
+        DeadlineExceeded: the requests were sent before a reset and arrived after it.
         """
         self._require_engine()
         self._require_known(client_id)
@@ -223,13 +224,14 @@ class Replica(HasLine):
                 continue
             entry = self._requests[request.request_id] = _InFlight(client_id, request, outbox, external)
             entry.task = asyncio.create_task(self._serve(entry), name=f"request {request.request_id}")
+            # The default argument binds the id of this iteration.
             entry.task.add_done_callback(lambda _, key=request.request_id: self._requests.pop(key, None))
 
     async def collect(self, client_id: str, wait_s: float, gather_s: float = 0.0) -> list[TokenChunk]:
-        """Chunks that were not collected before, those of each request in order: as `Outbox.take`.
+        """Returns uncollected chunks, in order within each request; waits like `Outbox.take`.
 
-        Raises ProcessDied: the engine is dead, and its last chunks have been collected. Raises GenerationError: the
-        client was forgotten.
+        Raises ProcessDied: the engine is dead and its last chunks were collected. Raises GenerationError: the client
+        was forgotten.
         """
         self._require_known(client_id)
         outbox = self._outboxes.setdefault(client_id, Outbox())
@@ -239,7 +241,7 @@ class Replica(HasLine):
         return chunks
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Ends these requests; unknown ids are ignored. Those that have not reached the engine end without a token."""
+        """Ends these requests; unknown ids are ignored. Requests still at the gate end without a token."""
         for request_id in request_ids:
             entry = self._requests.get(request_id)
             if entry is not None and entry.at_gate:
@@ -250,8 +252,7 @@ class Replica(HasLine):
         await self._engine.abort(request_ids)
 
     async def forget_client(self, client_id: str) -> None:
-        """Ends all requests of this client, and of clients whose names begin with its name and a slash. Later calls of
-        these clients are refused."""
+        """Ends all requests of the clients `client_id` and `client_id/...`, and refuses their later calls."""
         self._forgotten.add(client_id)
         for name in [name for name in self._outboxes if _owner(name) == client_id]:
             del self._outboxes[name]
@@ -259,10 +260,10 @@ class Replica(HasLine):
 
     async def reset(self, timeout_s: float, incarnation: int) -> None:
         """Returns the replica to its state before the first publish: the gate is closed, no request is in flight, no
-        chunk waits to be collected, and no transfer is in progress. The weights are undefined. The replica is this
-        incarnation from now on: requests for former ones, which may still be on their way, are refused.
+        chunk waits to be collected, and no transfer is in progress. The weights are undefined. From now on requests for
+        incarnations before `incarnation`, which may still be on their way, are refused.
 
-        Raises DeadlineExceeded: a transfer that began before has not ended. Raises ProcessDied.
+        Raises DeadlineExceeded: an earlier transfer is still in progress. Raises ProcessDied.
         """
         self._require_engine()
         self._resets += 1
@@ -276,6 +277,7 @@ class Replica(HasLine):
                 await self._received_all.wait()
                 await self._engine.pause("abort")
         except TimeoutError:
+            # A transfer cannot be interrupted: its sender may still write into the engine's memory.
             found = "a transfer of weights that began before has not ended, or the engine does not answer"
             raise DeadlineExceeded(
                 explain(f"reset of replica {self._id} within {timeout_s:g} s", found, "replace it")
@@ -285,8 +287,8 @@ class Replica(HasLine):
 
     async def pause(self, mode: PauseMode) -> None:
         """Closes the gate and interrupts generation as `mode` says; returns when no token is being sampled. A drain
-        waits for requests of the run only: external ones are aborted, and their client resumes them. An engine that
-        sleeps takes the memory of its weights back, and that of its KV cache at the commit."""
+        waits for requests of the run only: external requests are aborted, and their client resumes them. A sleeping
+        engine reallocates its weights here and its KV cache at the commit."""
         self._close_gate("a publish of weights is in progress")
         if mode == "drain" and self._places.external:
             external = [key for key, entry in self._requests.items() if entry.external and not entry.at_gate]
@@ -295,8 +297,8 @@ class Replica(HasLine):
         await self._sleep.wake_weights()
 
     async def sleep(self) -> None:
-        """Closes the gate until the next commit, and gives the memory of weights and KV cache back. Requests that the
-        engine has end with the tokens so far. Idempotent.
+        """Closes the gate until the next commit and releases the memory of weights and KV cache. Requests at the engine
+        end with the tokens so far. Idempotent.
 
         Raises GenerationError: the engine cannot sleep.
         """
@@ -306,13 +308,14 @@ class Replica(HasLine):
         await self._sleep.begin()
 
     async def receive_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        """Receives and applies a publish; the gate stays closed until `commit`. One that is staged is only received:
+        """Receives and applies a publish; the gate stays closed until `commit`. A staged publish is only received:
         `adopt` applies it. Returns this side's digest.
 
         Raises WeightTransferError when the gate is open: weights never change under a running generation.
         """
         if self._gate.is_set() and not manifest.is_staged:
             raise WeightTransferError(f"replica {self._id} was sent weights without a pause")
+        # A failed transfer must leave nothing to commit, and a reset during it invalidates it.
         self._received, resets = None, self._resets
         with self._transferring():
             if manifest.is_staged:
@@ -326,10 +329,11 @@ class Replica(HasLine):
     async def adopt(
         self, publish_id: int, version: int | None, digest: Digest | None, mode: PauseMode, timeout_s: float
     ) -> float:
-        """Interrupts generation as `mode` says, applies the weights of `publish_id`, which were staged, and commits
-        them. Returns the seconds from the pause to the commit.
+        """Interrupts generation as `mode` says, applies the staged weights of `publish_id` and commits them. Returns
+        the seconds from pause to commit.
 
-        Raises as `pause`, `receive_weights` and `commit`. The gate is closed then, unless these weights did not come.
+        Raises the errors of `pause`, `receive_weights` and `commit`. The gate is then closed, unless the weights were
+        never received.
         """
         self._require_received(publish_id, digest)
         resets = self._resets
@@ -345,10 +349,11 @@ class Replica(HasLine):
     async def commit(self, publish_id: int, version: int | None, digest: Digest | None) -> None:
         """Serves the weights of `publish_id` as `version` and opens the gate.
 
-        Raises WeightTransferError: these weights were not received completely, or their digest is another one.
+        Raises WeightTransferError: the weights were not received completely, or the digest differs.
         """
         self._require_received(publish_id, digest)
         resets = self._resets
+        # The sender's buffers are free now, so the KV cache fits again.
         await self._sleep.end()
         await self._engine.commit(version)
         if self._engine.health().version is None:
@@ -361,12 +366,12 @@ class Replica(HasLine):
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def ping(self) -> int:
-        """The process of the replica, whether or not its engine is alive."""
+        """Process id of the replica, whether or not its engine is alive."""
         return os.getpid()
 
     async def stats(self) -> ReplicaStats:
-        """Raises ProcessDied when the engine is no longer alive: the replica is useless then. Who was asked to end says
-        so, whether or not the same signal has ended its engine."""
+        """Raises ProcessDied when the engine is dead, unless `must_leave` is set: the same SIGTERM may have ended the
+        engine, and the pool must still learn that the replica leaves."""
         if not self.must_leave:
             self._require_engine()
         health = self._engine.health()
@@ -388,6 +393,7 @@ class Replica(HasLine):
         self._stopping = True
         self._close_gate("the replica is stopping")
         await self._engine.stop()
+        # The stopped engine has ended its requests; tasks that still wait at the gate are cancelled here.
         tasks = [entry.task for entry in self._requests.values() if entry.task is not None]
         for task in tasks:
             task.cancel()
@@ -400,8 +406,8 @@ class Replica(HasLine):
 
         Consumes: the request.
         Produces: its chunks, in the outbox of its client.
-        Waits for: the gate, at most `gate_timeout_s`; an external request for the gate and a place, at most the time
-        of its limits; tokens of the engine.
+        Waits for: the gate, at most `gate_timeout_s` (external requests: the gate and a place, at most
+        `external.timeout_s`); tokens of the engine.
         Unblocked by: the commit of a publish, which opens the gate; the end of a request, which frees a place.
         Stops when: the engine has returned the last chunk; an error becomes the last chunk.
         """
@@ -449,7 +455,7 @@ class Replica(HasLine):
 
     @property
     def _staging_engine(self) -> StagingEngine:
-        """Raises WeightTransferError: the engine applies weights only as they come."""
+        """Raises WeightTransferError: the engine cannot stage weights."""
         if not isinstance(self._engine, StagingEngine):
             found, do = f"{type(self._engine).__name__} loads weights as they come", "set weights.stage=false"
             raise WeightTransferError(explain(f"replica {self._id} to stage weights", found, do))
@@ -457,7 +463,7 @@ class Replica(HasLine):
 
     @contextlib.contextmanager
     def _transferring(self) -> Iterator[None]:
-        """The engine receives or loads weights: `reset` waits for its end."""
+        """Marks a transfer in progress, which `reset` waits for."""
         self._receiving += 1
         self._received_all.clear()
         try:
@@ -478,7 +484,7 @@ class Replica(HasLine):
             raise WeightTransferError(f"replica {self._id} was reset in the middle of a publish")
 
     async def _pass_gate(self, *, external: bool) -> None:
-        """Returns when the gate is open and the request has a place at the engine."""
+        """Returns once the gate is open and the request has a place at the engine."""
         if not external and self._gate.is_set():
             self._places.take()
             return
@@ -486,6 +492,7 @@ class Replica(HasLine):
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
+                    # The gate can close again while this request waits for its place, so both are checked in a loop.
                     await self._gate.wait()
                     if not external:
                         self._places.take()
@@ -512,14 +519,14 @@ class Replica(HasLine):
 
 
 def _owner(client_id: str) -> str:
-    """The name of the client that owns this one: the part before the first slash."""
+    """Name of the owning client: the part before the first slash."""
     return client_id.partition("/")[0]
 
 
 def _final(
     request: GenerationRequest, version: int | None, error: str | None = None, bad_request: bool = False
 ) -> TokenChunk:
-    """The chunk that ends a request without a token: aborted, or refused because of `error`."""
+    """The last chunk of a request, without tokens: aborted, or refused because of `error`."""
     return TokenChunk(
         request_id=request.request_id,
         token_ids=np.zeros(0, np.int32),

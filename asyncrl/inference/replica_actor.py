@@ -1,4 +1,4 @@
-"""Replicas as Ray actors: how one is made, and how its owner reaches it with a deadline on each call."""
+"""Replicas as Ray actors: creation, GPUs, and control by the owner with a deadline on each call."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from asyncrl.remote.actor_client import ActorClient, ActorHandle
 from asyncrl.remote.waits import replica
 
 NOTICE_S = 60.0
-"""Time in which a replica that was asked to end is stopped by its pool. After it, and at a second SIGTERM, its process
-ends by itself."""
+"""Time for the pool to stop a replica that got SIGTERM. After it, or at a second SIGTERM, the process exits by
+itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """Where Ray starts the processes of one replica. `strategy`: Ray's scheduling strategy. `ready`: returns within so
-    many seconds when a node has the place, else raises NoPlace."""
+    """Where Ray starts the processes of one replica. `strategy`: Ray's scheduling strategy. `ready(timeout_s)`: returns
+    when a node has reserved the place, else raises NoPlace."""
 
     strategy: Any
     ready: Callable[[float], Awaitable[None]]
 
 
 class ReplicaActor(Replica):
-    """A replica in a process of its own, where SIGTERM is a notice: the replica serves on, and its statistics say that
-    it must leave, so that its pool sends its requests elsewhere."""
+    """A replica in a separate process that treats SIGTERM as a notice: it keeps serving and reports `must_leave`, so
+    that its pool moves its requests."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         made = super().__new__(cls)
-        # Ray makes the object in the main thread, the only one that may set handlers, and calls __init__ in another. In
-        # the process that owns the actor it makes another object of this class, which stands for the actor.
+        # Only the main thread may set signal handlers. Ray calls __new__ there, and __init__ in another thread. Ray
+        # also creates a stand-in object of this class in the owner's process, which must keep its handlers.
         if threading.current_thread() is threading.main_thread() and _is_actor():
             made._take_notice()
         return made
@@ -65,13 +65,13 @@ class ReplicaActor(Replica):
 
 
 def _is_actor() -> bool:
-    """True in the process of an actor."""
+    """True in an actor's process."""
     return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def replica_gpus(rollout: RolloutConfig) -> float:
-    """GPUs of one replica where replicas have those of the cluster for themselves: a part of one where the engine may
-    take one and there are fewer GPUs than replicas."""
+    """GPUs per replica when no trainer shares them. The embedded engine gets a fraction of a GPU if replicas outnumber
+    GPUs."""
     total = ray.cluster_resources().get("GPU", 0)
     if not total or ENGINES[rollout.engine].elsewhere:
         return 0
@@ -81,12 +81,12 @@ def replica_gpus(rollout: RolloutConfig) -> float:
 
 
 def require_gpus(per_replica: float, num_replicas: int) -> None:
-    """Returns when the cluster that Ray has joined can hold these replicas; actors beyond that would wait forever.
+    """Checks that the Ray cluster can hold these replicas; actors beyond its capacity would wait forever.
 
     Args:
-        per_replica: GPUs of one replica, all on one node; 0 asks for none.
+        per_replica: GPUs of one replica, all on one node.
 
-    Raises ConfigError: there are fewer GPUs, or no node has enough for one replica.
+    Raises ConfigError: too few GPUs in total, or on every single node.
     """
     asked = f"{num_replicas} replicas with {per_replica:g} GPUs each"
     total = ray.cluster_resources().get("GPU", 0)
@@ -110,15 +110,15 @@ def spawn_replica(
     place: ReplicaPlace | None = None,
     load_real_weights: bool = False,
 ) -> ReplicaControl:
-    """A new process for a replica, not started.
+    """Creates the process of a replica; the replica is not started.
 
     Args:
-        num_gpus: GPUs that Ray reserves for it; 0 runs it on the CPU.
+        num_gpus: GPUs that Ray reserves; 0 runs the replica on the CPU.
         environment: variables that the engine needs before it is imported.
-        place: None leaves it to Ray.
-        load_real_weights: it serves the model's files at once; otherwise its gate waits for the first publish.
+        place: None lets Ray choose.
+        load_real_weights: serve the model's files immediately; otherwise the gate stays closed until the first publish.
     """
-    if num_gpus and rollout.torch.device == "auto":  # its GPU is there: it may not sample on its CPU unnoticed
+    if num_gpus and rollout.torch.device == "auto":  # fail rather than silently sample on the CPU
         rollout = replace(rollout, torch=replace(rollout.torch, device="cuda"))
     build = functools.partial(build_engine, rollout.of_replica(replica_id), model, load_real_weights=load_real_weights)
     serve, limits = rollout.serve, None
@@ -146,8 +146,8 @@ def spawn_replica(
 
 
 class ReplicaControl(ActorClient):
-    """How its owner reaches one replica: `call(timeout_s, Replica.pause, mode)`. A replaced or suspended replica gets
-    another control, so a control also says which incarnation is meant."""
+    """The owner's handle of one replica incarnation: `call(timeout_s, Replica.pause, mode)`. A replaced or suspended
+    replica gets a new control."""
 
     def __init__(self, replica_id: int, handle: ActorHandle, place: ReplicaPlace | None = None) -> None:
         super().__init__(handle, replica(replica_id), has_line=True)
@@ -156,13 +156,13 @@ class ReplicaControl(ActorClient):
         self._open: set[asyncio.Future[None]] = set()
 
     async def placed(self, timeout_s: float) -> None:
-        """Returns when a node has a place for the process. Raises NoPlace."""
+        """Returns once a node has a place for the process. Raises NoPlace."""
         if self._place is not None:
             await self._place.ready(timeout_s)
 
     def abandon(self) -> ReplicaControl:
-        """Ends every call in progress, and every later one, with DeadlineExceeded. Returns a control for the time when
-        the replica answers again: calls of both begin in their order, and `kill` works on both."""
+        """Ends every open and later call of this control with DeadlineExceeded. Returns a new control to use when the
+        replica answers again. Both share the connection, so calls start in order, and `kill` works on both."""
         later = copy.copy(self)
         later._open = set()
         self._abandoned = True
@@ -178,6 +178,7 @@ class ReplicaControl(ActorClient):
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open.add(ended)
         try:
+            # Whichever is first: the reply, or `abandon`.
             await asyncio.wait((answer, ended), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise self._late(name)

@@ -1,4 +1,4 @@
-"""The sleep of one engine: what of its memory is given back, and for how long."""
+"""Sleep of one engine: which memory is released, and for how long."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 
 class EngineSleep:
-    """Puts an engine to sleep and wakes it in two parts: its weights before they are received, and its KV cache after
-    that, when the sender has given its own buffers back.
+    """Puts an engine to sleep and wakes it in two parts: the weights before they are received, the KV cache afterwards,
+    when the sender has released its buffers.
 
-    It sleeps at level 2: every sleep ends with a publish, which brings all weights.
+    Uses level 2, which drops the weights: every sleep ends with a publish of all weights.
     """
 
     def __init__(self, engine: InferenceEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
         self._one = asyncio.Lock()
-        """A call whose caller has given up goes on: the next one waits for its end."""
+        """Serializes calls: a call continues after its caller gave up, so the next must wait for it."""
         self._asleep: list[str] = []
-        """The parts that are given back."""
+        """The released parts."""
         self._since = 0.0
         self._asleep_s = 0.0
         self.waking_s = 0.0
-        """Time that the engine took to take memory back, since its start."""
+        """Total time spent reallocating memory."""
 
     @property
     def asleep_s(self) -> float:
-        """Time that the engine has slept since its start: until its weights had their memory again."""
+        """Total time asleep; each sleep counts until the weights have memory again."""
         return self._asleep_s + (self._clock() - self._since if WEIGHTS in self._asleep else 0.0)
 
     async def begin(self) -> None:
-        """Gives all memory back; the engine is paused. One that was woken in part is woken first. Idempotent.
+        """Releases all memory of the paused engine; a partly woken engine is woken first. Idempotent.
 
         Raises GenerationError: the engine cannot sleep.
         """
@@ -49,12 +49,12 @@ class EngineSleep:
             self._asleep, self._since = [WEIGHTS, KV_CACHE], self._clock()
 
     async def wake_weights(self) -> None:
-        """Takes the memory of the weights back; their values are undefined. Does nothing when they have it."""
+        """Reallocates the weights, with undefined values. Idempotent."""
         async with self._one:
             await self._wake_weights()
 
     async def end(self) -> None:
-        """Takes back what is still missing. Does nothing when the engine is awake."""
+        """Reallocates every part still released. Idempotent."""
         async with self._one:
             await self._end()
 

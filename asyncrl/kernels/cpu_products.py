@@ -1,7 +1,7 @@
 """float32 matrix products on AMD's processors.
 
-torch gives them to MKL, which takes its AVX2 code there, and gets 100 GFLOP/s of a core that can do 250. oneDNN, which
-torch brings along for 16 bits, takes AVX-512 code on every processor that has it.
+torch uses MKL, which selects AVX2 code on AMD and reaches 100 of a core's 250 GFLOP/s. oneDNN, which torch ships for
+16-bit types, selects AVX-512 code on every processor that has it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 _WORTH_IT = 1 << 21
-"""Multiplications of a product that takes longer than the way to oneDNN."""
+"""Smallest product (in multiplications) that is worth the overhead of calling oneDNN."""
 _LONG_SUM = 2048
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Environment variables of oneDNN and of torch's part around it. With their 1,024 shapes what is kept lies between the
-results that were freed, and memory grows by hundreds of megabytes."""
+"""Cache sizes (in shapes) of oneDNN and of torch's wrapper. At the default of 1,024 the caches fragment the heap, which
+grows by hundreds of MB."""
 _installed: list[torch.library.Library] = []
 
 
 def use_onednn(num_shapes: int) -> None:
-    """From now on oneDNN makes the float32 products of this process where MKL is slow. Idempotent.
+    """Routes this process's float32 products to oneDNN if MKL is slow. Idempotent.
 
     Args:
         num_shapes: see `replace_products`.
@@ -33,7 +33,7 @@ def use_onednn(num_shapes: int) -> None:
 
 
 def mkl_is_slow(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
-    """On an AMD processor with AVX-512, where torch has both libraries."""
+    """True on an AMD processor with AVX-512, if torch has both libraries."""
     try:
         is_amd = "AuthenticAMD" in cpu_info.read_text()
     except OSError:
@@ -44,12 +44,12 @@ def mkl_is_slow(cpu_info: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def replace_products(num_shapes: int) -> None:
-    """From now on oneDNN is behind `mm` and `addmm` on CPUs, those of linear layers, log-probabilities and backward
-    passes; not behind batched products, those that are given their output, and what torch's compiler makes. Idempotent.
+    """Replaces `mm` and `addmm` on CPUs, used by linear layers, log-probabilities and backward passes. Batched
+    products, `out=` variants and compiled code are unchanged. Idempotent.
 
     Args:
-        num_shapes: for how many shapes oneDNN's code is kept, at 0.6 MB each and 0.3 ms to make it again; it counts in
-            the first call, and only before oneDNN was used.
+        num_shapes: shapes whose oneDNN code is cached, 0.6 MB each; a miss costs 0.3 ms. Effective only in the first
+            call, before any use of oneDNN.
     """
     if _installed:
         return
@@ -65,9 +65,11 @@ def replace_products(num_shapes: int) -> None:
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if not _suits(a, b):
+        # `out=` reaches torch's own kernel: `mm` itself would come back here.
         return torch.ops.aten.mm.out(a, b, out=a.new_empty(0))
     if a.shape[1] >= _LONG_SUM and a.shape[0] > b.shape[1] and a.stride(0) == 1:
-        # A gradient of weights: faster the other way round. Collectives and views rely on mm's layout.
+        # A weight gradient is faster transposed. `contiguous` restores mm's layout, which collectives and views rely
+        # on.
         return _linear(b.t(), a, None).t().contiguous()
     return _linear(a, b.t(), None)
 
@@ -92,8 +94,7 @@ def _suits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_dense(matrix: torch.Tensor) -> bool:
-    """Its rows or its columns lie one behind the other without gaps: for others oneDNN has reference code alone, five
-    hundred times slower."""
+    """Row-major or column-major without gaps. For other layouts oneDNN only has reference code, 500 times slower."""
     return matrix.is_contiguous() or matrix.t().is_contiguous()
 
 

@@ -1,4 +1,5 @@
-"""Calls to one Ray actor: each has a deadline, names the process that answers, and is checked against its method."""
+"""Calls to one Ray actor: each has a deadline, names the answering process in errors, and is type-checked against the
+method."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ T = TypeVar("T")
 CALL_TIMEOUT_S = 60.0
 """Longest time for a call; a long poll has its own wait on top."""
 LEAST_S = 5.0
-"""Ray has so long to say what became of a process whose line has ended, if the call has less left."""
+"""Minimum time to wait for Ray's report on a process whose connection broke."""
 
 
 class ActorClient(Generic[A]):
-    """Owns the handle of an actor of class `A`, whose methods `call` takes. Raises as `remote.reply.reply`."""
+    """Owns the handle of an actor of class `A`; `call` takes methods of `A`. Raises the errors of
+    `remote.reply.reply`."""
 
     def __init__(self, handle: ActorHandle, process: Process, *, has_line: bool = False) -> None:
-        """`has_line`: the actor is a `HasLine`. Its calls are made in their order, over a line that the first one
-        opens."""
+        """`has_line`: the actor is a `HasLine`; calls are sent in order over a line that the first call opens."""
         self.handle = handle
         self.process = process
         self._line = _LineToActor(handle, process) if has_line else None
@@ -51,7 +52,7 @@ class ActorClient(Generic[A]):
         self, timeout_s: float, method: Callable[Concatenate[A, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T: ...
     async def call(self, timeout_s: float, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What `method`, one of the actor's class, returns for these arguments within `timeout_s`."""
+        """Calls `method` on the actor; returns its value within `timeout_s`."""
         return await self._answer(timeout_s, method.__name__, args, kwargs)
 
     async def _answer(self, timeout_s: float, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,20 +68,20 @@ class ActorClient(Generic[A]):
         except LineEnded as error:
             broken = str(error)
         left_s = max(LEAST_S, timeout_s - (time.monotonic() - began))
-        # Ray says whether the process has died, and how
+        # A call through Ray raises ProcessDied, with the cause, if the process has died.
         await reply(self.handle.line.remote(), timeout_s=left_s, call=name, process=self.process)
         found = f"the connection to it broke ({broken}); it lives, and may have done what it was asked"
         do = "see the process's log, and the network between the machines"
         raise DeadlineExceeded(explain(f"{name} of {self.process}", found, do)).of(self.process)
 
     def kill(self) -> None:
-        """Ends the process, also a stopped one; its children go with it. Idempotent."""
+        """Kills the process, even a stopped (SIGSTOP) one, and its children. Idempotent."""
         import ray  # here: see `remote.reply`
 
         ray.kill(self.handle)
 
     async def ended(self, timeout_s: float, ping: Callable[..., Any]) -> None:
-        """Returns when the killed process has exited. `ping`: a method that answers at once.
+        """Returns when the killed process has exited. `ping`: a method that answers immediately.
 
         Raises DeadlineExceeded.
         """
@@ -88,8 +89,8 @@ class ActorClient(Generic[A]):
 
 
 class _LineToActor:
-    """The line to an actor, which the first call opens, as does the first one after it has ended. Where none
-    can be opened, calls go through Ray from then on: trying again would cost a health check its whole time."""
+    """The line to an actor, opened by the first call and by the first call after it broke. If a line cannot be opened,
+    later calls go through Ray: retrying would use up the deadline of a health check."""
 
     def __init__(self, handle: ActorHandle, process: Process) -> None:
         self._handle = handle
@@ -97,15 +98,15 @@ class _LineToActor:
         self._line: Line | None = None
         self._goes_through_ray = False
         self._turn = asyncio.Lock()
-        """Of the calls that wait for the line, in their order."""
+        """Keeps calls that wait for the line in order."""
         self._waiting: set[asyncio.Task[Any]] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _LineToActor, (self._handle, self._process)  # who gets it opens another line
+        return _LineToActor, (self._handle, self._process)  # the receiving process opens its own line
 
     def call(self, timeout_s: float, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
-        """What raises, when it is awaited, what the method raises; RayError; LineEnded. Not made once its caller has
-        given up, which is some time after `timeout_s`."""
+        """Awaiting the result raises the method's exception, RayError or LineEnded. The call is not sent if the line
+        opens only after the caller gave up, some time after `timeout_s`."""
         if not self._waiting and self._is_open:
             return self._begin(name, args, kwargs)
         given_up_at = time.monotonic() + timeout_s + 2 * SLEPT_S
@@ -137,7 +138,7 @@ class _LineToActor:
         return self._line.call(name, args, kwargs)
 
     async def _open(self) -> None:
-        """Waits as long as Ray takes to start the actor: each call that waits for it has its own deadline. Raises
+        """Waits as long as Ray takes to start the actor; the waiting calls have their own deadlines. Raises
         RayError."""
         self._line = None
         try:
@@ -151,6 +152,6 @@ class _LineToActor:
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:
-    """Whoever asked may have given up: then nobody retrieves the error."""
+    """Marks the error as retrieved: the caller may have given up."""
     if not task.cancelled():
         task.exception()

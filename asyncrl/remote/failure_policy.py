@@ -1,4 +1,5 @@
-"""What follows when a process fails. Pure; docs/operations.md has the same as a table, and a test compares them."""
+"""The reaction to each failure of a process, as a pure function. A test compares it to the table in
+docs/operations.md."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class FailureAction(Enum):
 
 
 OF_TRAINING_SIDE = ("message queue", "trainer rank")
-"""Roles that restart together: the queue's ledger and the trainer's step must be those of one checkpoint."""
+"""Roles that restart together: the queue's ledger and the trainer's step must come from the same checkpoint."""
 
 
 def failure_action(
@@ -27,10 +28,10 @@ def failure_action(
 ) -> FailureAction:
     """
     Args:
-        process: the one that failed; None where no single one is to blame.
-        error: the error that its caller got, or a description of what a replica did wrong.
+        process: the process that failed; None if no single process is to blame.
+        error: the error of its caller, or a description of a replica's misbehavior.
         restarts_left: True when the budget of this kind of process allows another restart.
-        may_rejoin: for a replica that had started: `recovery.rejoin_timeout_s` gives a late one time to answer again.
+        may_rejoin: a started replica that is late may answer again within `recovery.rejoin_timeout_s`.
     """
     role = None if process is None else process.role
     if role == "replica":
@@ -45,7 +46,7 @@ def failure_action(
     return FailureAction.STOP_RUN
 
 
-# Limits how often something may be restarted.
+# Limits how often a kind of process may be restarted.
 
 
 class RestartBudget:
@@ -59,7 +60,7 @@ class RestartBudget:
         self.total = 0
 
     def take(self) -> bool:
-        """Counts one restart; False, and nothing counted, when the budget is spent."""
+        """Counts one restart; returns False without counting if the budget is spent."""
         now = self._clock()
         while self._times and now - self._times[0] > self._window_s:
             self._times.popleft()

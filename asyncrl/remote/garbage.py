@@ -1,5 +1,5 @@
-"""How often CPython's garbage collector visits objects: seldom in the driver and in Ray's workers, and without long
-pauses in one whose event loop holds many."""
+"""Tuning of CPython's garbage collector: rare collections in the driver and in Ray's workers, and no long pauses in a
+process whose event loop holds many objects."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from collections.abc import Callable
 import psutil
 
 YOUNG_OBJECTS = 5000
-"""New objects between two collections of the youngest, each about 2 ms."""
+"""Allocations between two collections of the young generation, about 2 ms each."""
 SET_ASIDE_S = 1.0
 GROWTH, ROOM_BYTES = 1.3, 512 << 20
-"""A full collection is made when the process has grown by this factor and by so much since the last one: its pause
-grows with what is in flight (1 s at 6,000 requests), and so does the memory at the start of every run."""
+"""A full collection runs once memory has grown by both since the last one. Its pause grows with the requests in flight
+(1 s at 6,000), and memory always grows at the start of a run."""
 _NEVER = 1_000_000
 _SELDOM = (50_000, 20, 20)
 
 
 def collect_seldom() -> None:
-    """For the rest of this process. With Python's own 700 new objects between two collections, and 10 between those
-    of older ones, a quarter of the time of an import goes into visiting what has just been imported."""
+    """Makes collections rare for the rest of this process. With Python's default thresholds (700, 10, 10), a quarter of
+    import time goes into visiting objects just imported."""
     gc.set_threshold(*_SELDOM)
 
 
 class PauselessCollector:
     """Owns the settings of this process's garbage collector while `run` runs.
 
-    CPython's full collections visit every object of the process while no token is delivered. Here only the youngest
-    objects are visited, and what survives is set aside unvisited. Cycles that die later are found by a full collection,
-    which is made only when memory has grown.
+    CPython's full collections stop the process while they visit every object. Here only young objects are visited, and
+    survivors are frozen (`gc.freeze`). A full collection, once memory has grown, finds the cycles that died later.
     """
 
     def __init__(self, memory_bytes: Callable[[], int] = lambda: psutil.Process().memory_info().rss) -> None:
@@ -39,8 +38,8 @@ class PauselessCollector:
         self.full_collections = 0
 
     async def run(self) -> None:
-        """Consumes and produces nothing. Waits for the clock. Stops when it is cancelled; the settings before are
-        restored then."""
+        """Consumes and produces nothing. Waits for the clock. Stops when it is cancelled; it then restores the previous
+        settings."""
         before = gc.get_threshold()
         gc.set_threshold(YOUNG_OBJECTS, _NEVER, _NEVER)
         try:
@@ -53,7 +52,7 @@ class PauselessCollector:
             gc.set_threshold(*before)
 
     def tick(self) -> None:
-        """Sets the survivors aside, and collects everything when memory has grown."""
+        """Freezes the survivors, or collects everything if memory has grown."""
         if self._memory_bytes() > max(GROWTH * self._after_full, self._after_full + ROOM_BYTES):
             gc.unfreeze()
             self._collect()

@@ -1,12 +1,12 @@
-"""Lines: a TCP connection to an actor, for calls that are made often. A call through Ray costs each side about a
-millisecond of CPU, spread over several threads; over a line it costs a tenth of that.
+"""Lines: direct TCP connections to actors for frequent calls. A call through Ray costs each side about 1 ms of CPU over
+several threads; a call over a line costs a tenth.
 
-Ray still starts the actor, says where its line is, and says what became of a process whose line has ended. Both ends
-prove that they have the secret of the line, which travels through Ray, before anything is unpickled:
+Ray still starts the actor, hands out the address of its line, and reports how a process ended after its line broke.
+Before anything is unpickled, both ends prove that they know the line's secret, which travels through Ray:
 
     client: its challenge -> actor: its challenge, its proof -> client: its proof -> client: CALL* / actor: ANSWER*
 
-What is said is not encrypted: where Ray's own calls are (RAY_USE_TLS), there is no line, and calls go through Ray.
+Lines are not encrypted. If Ray's calls are (RAY_USE_TLS), no line is opened and calls go through Ray.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from typing import Any, cast
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-"""Longest time for a client to connect and for both ends to prove themselves."""
+"""Longest time for a client to connect and complete the handshake."""
 HANDSHAKE_S = 10.0
-"""Longest time that an actor keeps a connection to an end that has not proven itself."""
+"""Longest time that an actor keeps an unauthenticated connection."""
 MAX_STRANGERS = 1024
-"""Most such connections at a time; further ones are closed."""
+"""Maximum of unauthenticated connections; further ones are closed."""
 IDLE_S = 60.0
-"""A line without a call in progress is closed after so long, up to twice that; the next call opens another one."""
+"""A line without calls is closed after IDLE_S to 2 * IDLE_S; the next call opens a new line."""
 _LENGTH = _NUMBER = struct.Struct("<Q")
 _SIZE = 32
 """Bytes of a challenge, of a proof and of the secret."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-"""A machine that vanished without closing its connections counts as lost after half a minute."""
+"""Seconds (TCP_USER_TIMEOUT: ms): a machine that vanished silently counts as lost after 30 s."""
 
 
 class LineEnded(Exception):
-    """The connection has ended. A call that was not answered may have been made."""
+    """The connection has ended. An unanswered call may have been executed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineAddress:
-    """Where an actor answers, and the secret by which both ends know each other."""
+    """Where an actor listens, and the secret that authenticates both ends."""
 
     host: str
     port: int
@@ -60,16 +60,16 @@ class LineAddress:
 
 
 class HasLine:
-    """An actor whose public methods can be called over a line too, in the event loop in which Ray calls them."""
+    """An actor whose public methods can be called over a line too, in the same event loop as Ray's calls."""
 
     _opened: asyncio.Task[LineServer] | None = None
 
     async def line(self) -> LineAddress | None:
-        """Where this actor answers; None where calls must be encrypted. Raises OSError: it cannot listen."""
+        """Address of this actor's line; None if calls must be encrypted. Raises OSError: it cannot listen."""
         if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
             return None
         if self._opened is None or (self._opened.done() and self._opened.exception() is not None):
-            import ray  # here: what is served must be importable without it
+            import ray  # here, so that actors can be imported without Ray
 
             self._opened = asyncio.create_task(serve(self, ray.util.get_node_ip_address()), name="open the line")
         return (await asyncio.shield(self._opened)).address
@@ -77,7 +77,7 @@ class HasLine:
 
 @dataclass(frozen=True, slots=True)
 class LineServer:
-    """What listens as long as the event loop runs, and is held."""
+    """A listening socket. Keep a reference: it closes with the last one, or with the event loop."""
 
     address: LineAddress
     server: asyncio.Server
@@ -91,7 +91,7 @@ async def serve(actor: object, host: str) -> LineServer:
 
 
 async def connect(address: LineAddress) -> Line:
-    """Raises OSError; LineEnded: there is no actor with this secret; TimeoutError."""
+    """Raises OSError; TimeoutError; LineEnded: no actor with this secret."""
     loop, end = asyncio.get_running_loop(), _Calling(address.secret)
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -104,7 +104,7 @@ async def connect(address: LineAddress) -> Line:
 
 
 class Line:
-    """A client's end. The connection is closed when nobody holds the line any more."""
+    """A client's handle of a connection, which closes when the handle is garbage-collected."""
 
     def __init__(self, end: _Calling, loop: asyncio.AbstractEventLoop) -> None:
         self._end = end
@@ -115,13 +115,13 @@ class Line:
         return self._end.ended
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LineAnswer:
-        """Calls a method of the actor. The answer raises what the method raises, with the traceback there as its
-        `__cause__`; LineEnded."""
+        """Calls a method of the actor. The answer raises the method's exception, with the remote traceback as its
+        `__cause__`, or LineEnded."""
         return LineAnswer(self._end.call(method, args, kwargs))
 
 
 class LineAnswer:
-    """What a call returns. It can be awaited again after a wait for it was cancelled."""
+    """Awaitable result of a call. It can be awaited again after a wait was cancelled."""
 
     def __init__(self, future: asyncio.Future[Any]) -> None:
         self._future = future
@@ -131,14 +131,14 @@ class LineAnswer:
 
 
 class _RemoteTraceback(Exception):
-    """The traceback of an error in the process where it was raised."""
+    """Carries the traceback text of the process that raised the error."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection. Every message has its length before it."""
+    """One end of a connection. Messages are length-prefixed."""
 
     def __init__(self, secret: bytes) -> None:
         loop = asyncio.get_running_loop()
@@ -151,7 +151,7 @@ class _End(asyncio.Protocol):
         self.ended = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop, which Ray uses, has a type of its own
+        self._transport = cast(asyncio.Transport, transport)  # uvloop, which Ray uses, has a different type
         connection: socket.socket = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
@@ -172,6 +172,7 @@ class _End(asyncio.Protocol):
         at = 0
         while not self.ended and len(self._arrived) >= at + _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._arrived, at)
+            # A stranger must not make this process buffer more than a handshake message.
             if not self._is_proven and size > 2 * _SIZE:
                 self.close()
                 return
@@ -184,6 +185,7 @@ class _End(asyncio.Protocol):
                 self._take(message)
             else:
                 self._greeted(message)
+        # The rest is an incomplete message.
         del self._arrived[:at]
 
     def send(self, message: bytes) -> None:
@@ -191,18 +193,18 @@ class _End(asyncio.Protocol):
             self._transport.write(_LENGTH.pack(len(message)) + message)
 
     def _greeted(self, message: bytes) -> None:
-        """Takes a message of the handshake."""
+        """Handles a handshake message."""
         raise NotImplementedError
 
     def _take(self, message: bytes) -> None:
-        """Takes a message of an end that has proven itself."""
+        """Handles a message of an authenticated peer."""
         raise NotImplementedError
 
     def _proof(self, end: bytes, challenge: bytes) -> bytes:
         return hmac.digest(self._secret, end + challenge, hashlib.sha256)
 
     def _check(self, proof: bytes, end: bytes) -> bool:
-        """Closes the connection to an end that does not have the secret."""
+        """Closes the connection unless the peer knows the secret."""
         self._is_proven = hmac.compare_digest(proof, self._proof(end, self._challenge))
         if self._is_proven:
             self._late.cancel()
@@ -212,14 +214,14 @@ class _End(asyncio.Protocol):
 
 
 class _Calling(_End):
-    """The client's end. Owns the calls that were not answered."""
+    """The client's end. Owns the unanswered calls."""
 
     def __init__(self, secret: bytes) -> None:
         super().__init__(secret)
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._called = False
-        """Since the last look whether it is idle."""
+        """A call was made since the last idle check."""
         self._idle: asyncio.TimerHandle | None = None
         self.proven: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -232,12 +234,13 @@ class _Calling(_End):
         super().connection_lost(exc)
         if self._idle is not None:
             self._idle.cancel()
+        # Every open call ends now; whether the actor executed it is unknown.
         calls, self._calls = [self.proven, *self._calls.values()], {}
         why = "the other side closed it" if exc is None else f"{type(exc).__name__}: {exc}"
         for future in calls:
             if not future.done():
                 future.set_exception(LineEnded(why))
-                future.exception()  # marks it as retrieved: whoever asked may have given up
+                future.exception()  # marks it as retrieved: the caller may have given up
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
         message = _packed(number := next(self._numbers), (method, args, kwargs))
@@ -272,14 +275,14 @@ class _Calling(_End):
                 future.set_result(content[0])
                 return
             error = _raised(*content)
-        except Exception as unread:  # noqa: BLE001 - whatever the types of the value raise: it is the caller's
+        except Exception as unread:  # noqa: BLE001 - unpickling runs arbitrary code; the caller gets its error
             error = unread
         future.set_exception(error)
-        future.exception()  # marks it as retrieved: whoever asked may have given up
+        future.exception()  # marks it as retrieved: the caller may have given up
 
 
 class _Answering(_End):
-    """The actor's end. Owns the calls in progress; they go on when the connection ends, as Ray's do."""
+    """The actor's end. Owns the calls in progress, which continue when the connection ends, like Ray's."""
 
     def __init__(self, actor: object, secret: bytes, strangers: set[_End]) -> None:
         super().__init__(secret)
@@ -315,6 +318,7 @@ class _Answering(_End):
         (number,) = _NUMBER.unpack_from(message)
         try:
             method, args, kwargs = pickle.loads(memoryview(message)[_NUMBER.size :])
+            # The peer is authenticated, but only public methods are callable.
             if method.startswith("_"):
                 raise AttributeError(f"{method} is not a public method")
             value = getattr(self._actor, method)(*args, **kwargs)
@@ -327,7 +331,7 @@ class _Answering(_End):
 
 
 def _told(error: BaseException) -> tuple[bytes | None, str, str]:
-    """What a caller makes an error of: the pickled error, None of one that it may not raise as it is; its text; its
+    """What the caller rebuilds the error from: the pickled exception (None if it must not be re-raised), its text, its
     traceback."""
     written = None
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
@@ -337,7 +341,7 @@ def _told(error: BaseException) -> tuple[bytes | None, str, str]:
 
 
 def _raised(written: bytes | None, text: str, where: str) -> Exception:
-    """The error as its own type where that can be made here, else as RuntimeError."""
+    """The error as its original type if it can be unpickled here, else a RuntimeError."""
     error: Any = None
     if written is not None:
         with contextlib.suppress(Exception):  # whatever its own code raises; its type may not be installed here

@@ -1,6 +1,6 @@
-"""Waits on Ray actors: each has a deadline and a name, and its failures become errors of `asyncrl.errors`.
+"""Waits on Ray actors, with a deadline and a name; failures become errors of `asyncrl.errors`.
 
-Imports Ray where a call needs it only: code that calls actors can be imported, and tested, without Ray.
+Imports Ray inside functions, so that code that calls actors can be imported and tested without Ray.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 ENDED_POLL_S = 0.05
 SLEPT_S = 2.0
-"""A deadline that is noticed later than this means that this process was stopped or blocked: it checks once more."""
+"""If a deadline is noticed this late, this process was stopped or blocked, so it checks for the answer once more."""
 
 
 async def reply(ref: Awaitable[Any], *, timeout_s: float, call: str, process: Process) -> Any:
-    """Returns the value of `ref`, awaited for at most `timeout_s` seconds.
+    """Returns the value of `ref` within `timeout_s` seconds.
 
     Args:
-        ref: an ObjectRef, or the answer of a line: it can be awaited again after a wait was cancelled.
-        call, process: the call and the process that answers it; the error names both.
+        ref: an ObjectRef or a `LineAnswer`; both can be awaited again after a cancelled wait.
+        call, process: named in errors.
 
     Raises:
-        DeadlineExceeded: no answer in time. The remote call is not cancelled: its owner decides what to do with it.
+        DeadlineExceeded: no answer in time. The remote call is not cancelled: its owner decides.
         ProcessDied: the process has died or cannot be reached.
         Exception: what the remote method raised, as its own type, with the remote traceback as its `__cause__`.
     """
@@ -61,7 +61,7 @@ async def _once_more(ref: Awaitable[Any], wait: Wait) -> Any:
 
 
 def reply_now(ref: ObjectRef, *, timeout_s: float, call: str, process: Process) -> Any:
-    """As `reply`, blocking: for the synchronous methods of an actor."""
+    """Blocking `reply`, for synchronous methods of an actor."""
     import ray
     from ray.exceptions import GetTimeoutError
 
@@ -76,7 +76,7 @@ def reply_now(ref: ObjectRef, *, timeout_s: float, call: str, process: Process) 
 
 
 async def ended(ask: Callable[[], ObjectRef], *, timeout_s: float, process: Process) -> None:
-    """Returns when a killed process has exited. `ask`: calls a method of it that answers at once.
+    """Returns when a killed process has exited. `ask`: calls one of its methods that answers immediately.
 
     Raises DeadlineExceeded.
     """
@@ -88,7 +88,7 @@ async def ended(ask: Callable[[], ObjectRef], *, timeout_s: float, process: Proc
             return
         except DeadlineExceeded:
             raise
-        except Exception:  # noqa: BLE001, S110 - whatever it answers: it lives
+        except Exception:  # noqa: BLE001, S110 - any other answer: the process lives
             pass
         if time.monotonic() > deadline:
             found = f"it still answers {timeout_s:g} s after it was killed"
@@ -113,7 +113,7 @@ def _translate(error: Exception, wait: Wait) -> NoReturn:
 
     if isinstance(error, RayTaskError):
         cause: BaseException | None = error
-        while isinstance(cause, RayTaskError):  # a remote method that itself waited on an actor nests them
+        while isinstance(cause, RayTaskError):  # nested if the remote method waited on another actor
             cause = cause.cause
         if isinstance(cause, Exception):
             raise cause from error

@@ -1,4 +1,5 @@
-"""Tasks of this process: several awaited concurrently, one ended at the end of a run, an event with a limit."""
+"""Helpers for asyncio tasks: await several concurrently, end one at the end of a run, wait for an event with a
+limit."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ async def concurrently(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def end(task: asyncio.Task[Any] | None, *, patience_s: float = 0.0) -> None:
-    """Cancels the task, after at most `patience_s`, and logs an error of the task that nobody has retrieved: the run
-    ends for another reason."""
+    """Waits `patience_s` for the task, then cancels it. Logs its error instead of raising it: the run ends for another
+    reason."""
     if task is not None:
         if patience_s:
             await asyncio.wait([task], timeout=patience_s)
@@ -37,8 +38,8 @@ async def end(task: asyncio.Task[Any] | None, *, patience_s: float = 0.0) -> Non
 
 
 class LimitedEvent:
-    """An event that one task at a time waits for, with a limit. `asyncio.Event` within `asyncio.timeout` does the same
-    for three times the CPU time, which counts where each response of a fleet waits a few times."""
+    """An event for one waiting task, with a limit. `asyncio.Event` within `asyncio.timeout` costs three times the CPU
+    time, and each response of a fleet waits a few times."""
 
     __slots__ = ("_waiting", "is_set")
 
@@ -52,7 +53,7 @@ class LimitedEvent:
         self._wake()
 
     async def wait(self, limit_s: float) -> None:
-        """Returns once it is set, or after `limit_s`; `is_set` says which."""
+        """Returns once the event is set, or after `limit_s`; `is_set` says which."""
         if self.is_set:
             return
         loop = asyncio.get_running_loop()

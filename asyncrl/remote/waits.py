@@ -1,5 +1,5 @@
-"""Waits of this process: a deadline for any of them. Of those on other processes the open ones, and how near ended ones
-came to their deadlines."""
+"""Deadlines for waits of this process, and a record of its waits on other processes: the open ones, and how close ended
+ones came to their deadlines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.errors import DeadlineExceeded, Process, explain
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wait:
-    """One wait of this process on another one; `since_s` is monotonic."""
+    """One wait on another process; `since_s` is monotonic."""
 
     call: str
     process: Process
@@ -27,8 +27,8 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class WaitTotals:
-    """Waits that ended since the last `take`: how many, the longest in seconds, and the largest share of its deadline
-    that one used (1: it was missed). Waits without a real deadline are left out."""
+    """Waits that ended since the last `take`: their number, the longest, and the largest fraction of a deadline used
+    (1: missed). Waits with `FOREVER_S` are left out."""
 
     ended: int = 0
     longest_s: float = 0.0
@@ -71,7 +71,7 @@ class Waits:
 
 @contextlib.asynccontextmanager
 async def deadline(timeout_s: float, asked: str, *, found: str = "it has not ended", do: str) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded, which says these three, when what is inside has not ended after `timeout_s`."""
+    """Raises DeadlineExceeded with this text if the body has not ended after `timeout_s`."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -83,7 +83,7 @@ async def deadline(timeout_s: float, asked: str, *, found: str = "it has not end
 
 
 FOREVER_S = 10 * 365 * 86400.0
-"""The deadline of a wait that lasts as long as the run: something else watches the process that answers it."""
+"""Deadline of waits that last as long as the run; the answering process is monitored in another way."""
 
 MESSAGE_QUEUE, ROLLOUTER, RUN_SERVER = Process("message queue"), Process("rollouter"), Process("server")
 
@@ -97,4 +97,4 @@ def replica(replica_id: int) -> Process:
 
 
 WAITS = Waits()
-"""The waits of this process. One per process, as loggers are, so that a failure report can find them."""
+"""Global like a logger, so that a failure report can find the waits of its process."""

@@ -40,7 +40,7 @@ class Control:
     async def call(self, timeout_s, method, *args):
         """Ends when the process runs; killed, it is dead."""
         if method is Replica.reset:
-            (timeout_s,) = args
+            timeout_s, _ = args
         waits_for = {"start": self.may_start, "stop": None}.get(method.__name__, self.runs)
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,12 +1,12 @@
-"""Servers of vLLM or SGLang that run elsewhere, each as one replica.
+"""vLLM or SGLang servers started by someone else, each used as one replica.
 
-    engine.py (protocol) --> detect.py --> dialect.py: what one kind of server is asked, and how it answers
-      vllm_dialect.py, sglang_dialect.py: its calls        *_facts.py: what a server is, and whether it will do
+    engine.py (protocol) --> support.py (which kind?) --> dialect.py: requests and answers of one kind of server
+      vllm_dialect.py, sglang_dialect.py: its calls        *_facts.py: its description, and whether it is usable
                                                            *_requests.py: request -> body; lines -> outputs
-      server_client.py: HTTP, every call with a deadline   labels.py: what the server calls the weights
-      publish_calls.py --> orders.py: a publish as text
-        --> vllm/serve_extension.py, in each worker of the server: as in an engine of this run
+      server_client.py: HTTP, every call with a deadline
+      publish_calls.py --> orders.py: a publish as JSON
+        --> vllm_extension.py, in each worker of the server: as in an engine of this run
         --> or the server's own reload, from the files of transport `disk`
 
-Nothing here imports vLLM or SGLang: they need not be installed where the run is.
+Only vllm_extension.py imports vLLM: neither package has to be installed where the run is.
 """

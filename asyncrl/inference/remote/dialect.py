@@ -1,4 +1,4 @@
-"""What one kind of server is asked, and how it answers. Everything else about engine remote is the same for all."""
+"""Protocol of one kind of server: its calls and answers. The rest of engine remote is the same for all kinds."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ NO_FILTERS = (
     "the server reports log-probabilities before top_p and top_k, and bars no stop token as min_tokens asks",
     f"start it with --enable-custom-logit-processor, asyncrl installed beside it, or ask for none of these; {DOCS}",
 )
-"""What is found, and what to do, where `ServerDialect.filters` is not set."""
+"""(found, do) of the error if `ServerDialect.filters` is False."""
 UNAVAILABLE = 503
-"""Status of a server whose engine is dead or starts, and of a gateway whose server is not up."""
+"""Status of a server whose engine is dead or starting, and of a gateway whose server is down."""
 ASK_S = 60.0
-"""Time for one answer of a server that is asked what it is: the first takes seconds."""
+"""Time per answer when a server is asked to describe itself: the first takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTokens:
-    """What the files of the run's model say, for servers that do not say it of theirs.
+    """Facts from the files of the run's model, for servers that do not report them.
 
     Attributes:
-        tied: the output layer uses the embeddings.
+        tied: the output layer shares the embeddings.
         eos: the model's own end tokens.
     """
 
@@ -44,74 +44,74 @@ class AnswerReader(Protocol):
     """Reads the streamed answer to one request."""
 
     over: bool
-    """The response has ended, and the server goes on with it until it is told to abort it."""
+    """The response has ended here, but the server keeps sampling until it gets an abort."""
 
     def take(self, line: str) -> Output | None:
-        """What one line says; None: no tokens and no end.
+        """Parses one line; None: no tokens and no end.
 
         Raises:
             BadRequest: the server refuses the request.
             GenerationError: the server ended the request with an error.
             ForeignWeights: as `Labels.version`.
-            ValueError, LookupError, TypeError: the line has another form.
+            ValueError, LookupError, TypeError: malformed line.
         """
         ...
 
 
 class ServerDialect(ABC):
-    """One server, as one kind of servers is spoken to. It says what to call; `RemoteEngine` calls, and decides."""
+    """How to talk to one server of this kind. It describes the calls; `RemoteEngine` makes them and decides."""
 
     generate: ClassVar[str]
-    """Path that samples, as a stream of lines."""
+    """Path that samples and streams lines."""
     alive: ClassVar[str]
-    """Path that answers as long as the server lives, also while it loads weights."""
+    """Path that answers while the server lives, even while it loads weights."""
     state: ClassVar[str]
-    """Path that answers once the processes which sample have answered."""
+    """Path whose answer requires an answer of the sampling processes."""
     aborts_by_name_only: ClassVar[bool]
-    """A request that is not aborted by its name goes on for a while after its connection was closed."""
+    """Closing the connection does not end a request soon; it must be aborted by name."""
     needs_model: bool
-    """`of_model` has to be called before the server is used."""
+    """`of_model` must be called before use."""
     filters: bool
-    """top_p, top_k and min_tokens are served, with log-probabilities of what is left."""
+    """top_p, top_k and min_tokens work, with log-probabilities after filtering."""
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Tokens that it samples from."""
+        """Size of the vocabulary that the server samples from."""
 
     @abstractmethod
     def of_model(self, tokens: ModelTokens) -> Self:
-        """The same, with what the files of the run's model say."""
+        """A copy completed with facts from the run's model files."""
 
     @abstractmethod
     def require_usable(self, url: str, remote: RemoteEngineConfig, model: ModelFacts | None = None) -> None:
-        """Raises ConfigError: the server serves another model than `model`, or not as a run needs it."""
+        """Raises ConfigError: the server has a different model, or lacks settings that a run needs."""
 
     @abstractmethod
     def wake(self, label: str) -> Sequence[Call]:
-        """Calls that succeed once it can sample; before, one answers `UNAVAILABLE`. What they set free to sample, of
-        another run maybe, gets this label."""
+        """Calls that succeed once the server can sample; before, one answers `UNAVAILABLE`. They may resume requests of
+        another run, which get this label."""
 
     @abstractmethod
     def take_over(self) -> Sequence[Call]:
-        """Calls that end the requests and the pause of a replica before this one."""
+        """Calls that end the requests and the pause of an earlier replica."""
 
     @abstractmethod
     async def prove(self, client: ServerClient, url: str) -> bool:
-        """Samples to see what the server does not say of itself; False: its weights do not show it.
+        """Samples to verify properties that the server does not report; False: inconclusive with its weights.
 
-        Raises ConfigError: it cannot be used."""
+        Raises ConfigError: the server cannot be used."""
 
     @abstractmethod
     def freeze(self) -> Sequence[Call]:
-        """Calls after which nothing is sampled; requests in flight stay."""
+        """Calls that stop sampling; requests in flight stay."""
 
     @abstractmethod
     def unfreeze(self) -> Call: ...
 
     @abstractmethod
     def relabel(self, label: str) -> Call:
-        """Tokens that are sampled after it have this label."""
+        """Call after which sampled tokens get this label."""
 
     @abstractmethod
     def label_in(self, alive: Any, state: Any) -> str:
@@ -119,16 +119,16 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def aborts(self, rids: Sequence[str]) -> Sequence[Call]:
-        """Calls that end these requests; each is answered with its last tokens."""
+        """Calls that end these requests, whose streams then deliver their last tokens."""
 
     @abstractmethod
     def body_of(self, request: GenerationRequest, *, rid: str, cache_salt: str) -> dict[str, Any]:
-        """The body of `generate`. Only `stop_token_ids` end a response: the model's own end token counts if it is
-        there.
+        """The body of `generate`. Only `stop_token_ids` end a response; the model's own end token must be among them to
+        count.
 
         Args:
-            rid: the server's name of this attempt.
-            cache_salt: requests with the same one share the KV cache of prompts.
+            rid: the server's id of this attempt.
+            cache_salt: requests with equal salts share the KV cache of prompts.
         """
 
     @abstractmethod
@@ -139,7 +139,7 @@ class ServerDialect(ABC):
 
 
 def require_same_model(url: str, model: ModelFacts, architecture: str | None, vocab_size: int | None) -> None:
-    """Raises ConfigError: the server serves another model. What is None it does not say."""
+    """Raises ConfigError: the server has a different model. None: not reported."""
     for what, there, here in (
         ("architecture", architecture, model.architecture),
         ("vocabulary", vocab_size, model.vocab_size),
@@ -150,31 +150,31 @@ def require_same_model(url: str, model: ModelFacts, architecture: str | None, vo
 
 
 def require_up(error: Refused) -> None:
-    """Raises the error again, if it says that the server is not up."""
+    """Re-raises the error if the server is not up."""
     if error.status == UNAVAILABLE:
         raise error
 
 
 def require_key(url: str, version: str, path: str, error: Refused) -> None:
-    """Raises ConfigError, if the server refuses the key, or wants one."""
+    """Raises ConfigError if the server refuses the key or requires one."""
     if error.status in (401, 403):
         do = "set rollout.remote.api_key_env to the environment variable that holds its key"
         raise ConfigError(explain(f"{path} of {url} ({version})", "it refuses the key", do)) from error
 
 
-# What a server calls the weights that it samples with.
+# Labels of weights on a server.
 
 
 class ForeignWeights(Exception):
-    """The server sampled with weights that this run has not published."""
+    """The server has weights that this run did not publish."""
 
 
 class Labels:
-    """The names that the versions of one replica have on its server: those of another run, or of a server that has
-    restarted, differ.
+    """The labels of one replica's versions on its server. Another run's labels differ, and a restarted server has none
+    of them.
 
     Args:
-        nonce: of this start of the replica.
+        nonce: unique to this start of the replica.
     """
 
     def __init__(self, nonce: str) -> None:
@@ -191,5 +191,5 @@ class Labels:
         return label.removeprefix(prefix)
 
     def salt(self, weights: int) -> str:
-        """The name of a set of weights for the server's KV cache of prompts: no replica before this one has used it."""
+        """Salt of a set of weights in the server's prompt cache; never used by an earlier replica."""
         return f"{self._nonce}.{weights}"

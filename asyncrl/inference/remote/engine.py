@@ -1,4 +1,4 @@
-"""`RemoteEngine`: a server that runs elsewhere, behind the protocol of engines."""
+"""`RemoteEngine`: adapter to a server started by someone else."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, Tra
 logger = logging.getLogger(__name__)
 
 _TRY_AGAIN_S = 1.0
-"""Pause between two looks for a server that is not up."""
+"""Interval of attempts to reach a server that is not up."""
 _LOOK_S = 1.0
-"""Pause between two looks at a server that is."""
+"""Interval of health checks of a running server."""
 _REFUSALS = 3
-"""Failed connections in a row that make a lost server: a busy one may turn a single one away."""
+"""Consecutive failed connections after which the server counts as lost: a busy server may refuse one."""
 _ABORT_S = 1.0
-"""What the server may take to answer an abort with the last tokens, before the connection is closed."""
+"""Time for the server to answer an abort with the last tokens before the connection is closed."""
 _QUIET_S = 0.03
-"""A frozen server from which nothing has come for this long has sent what it had sampled. What comes later even so
-still gets its own version: `StampedStream.hold`."""
+"""A frozen server that has been silent for this long counts as settled. Tokens that arrive even later still get the
+right version: `StampedStream.hold`."""
 _LEAVE_S = 2.0
-"""Time for the last calls to a server, which leave it as it was found."""
+"""Time for the final calls, which restore the server's state."""
 
 
 class RemoteStream(StampedStream):
-    """The adapter's record of one request to a server, on a connection of its own."""
+    """The adapter's record of one request, which has its own connection."""
 
     package = "the server"
     no_spans = (
@@ -51,31 +51,31 @@ class RemoteStream(StampedStream):
     def __init__(self, request: GenerationRequest) -> None:
         super().__init__(request)
         self.rid = ""
-        """Of the present attempt. The server may still know the one before."""
+        """Id of the current attempt. The server may still know the previous one."""
         self.reading: asyncio.Task[None] | None = None
 
     def enter(self) -> None:
         self.rid = uuid.uuid4().hex
         super().enter()
-        self.entered.set()  # whether the server has it cannot be known; who has no token is begun again
+        self.entered.set()  # unknown whether the server has it; without a token it starts again
 
 
 class RemoteEngine(ProcessEngine[RemoteStream]):
-    """An `InferenceEngine` over a server that somebody else has started, and restarts.
+    """An `InferenceEngine` over a server that someone else starts and restarts.
 
-    The server samples with the weights of the last publish only as long as it is the same process: each version has a
-    label there that no other process and no other run has. The engine looks for it all the time, and compares the
-    labels of every response. Once it is gone the engine is dead; the next one waits for the server and starts anew.
+    A restarted server no longer has the last publish. To detect this, each version has a label on the server that is
+    unique to this start of the replica. The engine polls the label and checks the labels of every response. Once the
+    label is gone, the engine is dead; its successor waits for the server and starts over.
 
-    Sampling is not deterministic, as that of the servers is not.
+    Sampling is not deterministic, because the servers' is not.
     """
 
     package = "the server"
     key = "remote"
 
     def __init__(self, model: ModelConfig, settings: RemoteEngineConfig, *, load_real_weights: bool) -> None:
-        """`settings`: with the address of one server. `load_real_weights`: what the server has counts as version 0;
-        otherwise nothing is sampled before the first publish."""
+        """`settings.urls`: one address. `load_real_weights`: the server's weights count as version 0; otherwise nothing
+        is sampled before the first publish."""
         super().__init__(
             model,
             max_running=settings.max_num_seqs,
@@ -86,20 +86,20 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         (self._url,) = settings.urls
         self._labels = Labels(secrets.token_hex(8))
         self._label: str | None = None
-        """What the server calls its weights; None while that changes."""
+        """Current label of the server's weights; None while it changes."""
         self._client: ServerClient | None = None
         self._dialect: ServerDialect | None = None
         self._publishes: PublishCalls | None = None
         self._proven = False
-        """What the server does not say of itself has been seen; otherwise weights of a publish will show it."""
+        """`ServerDialect.prove` has succeeded; otherwise it is repeated once a publish has arrived."""
         self._receiving = False
         self._loads = 0
-        """Publishes that the server was told of."""
+        """Number of publishes sent to the server."""
         self._lost: str | None = None
         self._arrived_s = 0.0
 
     def health(self) -> EngineHealth:
-        """Counts tokens as they arrive, also those that wait for the end of their response."""
+        """Counts tokens as they arrive, including held ones."""
         found = super().health()
         held = sum(stream.num_sampled - stream.num_tokens for stream in self._queue.running)
         return replace(found, generated_tokens=found.generated_tokens + held)
@@ -115,6 +115,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
             dialect = dialect.of_model(await asyncio.to_thread(_tokens_of, self._model))
         self._dialect = dialect
         dialect.require_usable(self._url, settings)
+        # Requests and a pause of a former replica may be left on the server.
         for call in dialect.take_over():
             await client.send(call, max(1.0, deadline - time.monotonic()))
         await self._set_label(self._labels.of(None))
@@ -129,7 +130,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         if client is None:
             return
         if self._dialect is not None and self._lost is None:
-            # One that has ended, or that another replica has taken over, is left alone.
+            # A restarted server, or one that another replica took over, must not be resumed.
             with contextlib.suppress(Unreachable, Unanswered, Refused, ForeignWeights, TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
                     await self._check_server(client)
@@ -154,6 +155,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
 
     async def _sample(self, stream: RemoteStream) -> None:
         stream.enter()
+        # A commit is changing the label, so the version of the first tokens is unknown.
         if self._label is None:
             stream.hold()
         reading = stream.reading = asyncio.create_task(self._read(stream), name=f"read {stream.rid}")
@@ -172,13 +174,16 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
                 if self._lost is not None:
                     raise
                 logger.warning("request %s is cut off and will resume: %s", stream.request.request_id, error)
+        # The connection ended without a last output: end the request as aborted, and it resumes.
         if not stream.ended.is_set():
             stream.drop_held()
             self._hand_over(stream, stream.take(end_output(), self._version), is_last=True)
 
     async def _abort_inside(self, streams: list[RemoteStream]) -> None:
-        """The server answers for those that it has; the connections of the others are closed, which ends them too."""
+        """Requests with tokens are aborted by name, so that their last tokens arrive; closing the connection ends the
+        others."""
         dialect = self._spoken
+        # A requeued request has no tokens, so its last output is not awaited.
         begun = [s for s in streams if s.num_tokens and s.fate == "abort" and s.reading is not None]
         if self._lost is None:
             await self._abort_at_server([s.rid for s in (streams if dialect.aborts_by_name_only else begun)])
@@ -189,7 +194,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
                 stream.reading.cancel()
 
     async def _abort_at_server(self, rids: list[str]) -> bool:
-        """Whether the server has answered: who calls it goes on without."""
+        """Returns whether the server answered; callers proceed either way."""
 
         async def send(call: Call) -> bool:
             try:
@@ -209,7 +214,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
             self._proven = await self._spoken.prove(self._calls(), self._url)
 
     async def _settle(self) -> None:
-        """Returns when nothing has come for a moment. A token that comes later is told apart by its label."""
+        """Returns after `_QUIET_S` without output. Labels identify tokens that arrive later."""
         began_s = time.monotonic()
         while self._queue.running:
             self._require_alive()
@@ -235,7 +240,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def _read(self, stream: RemoteStream) -> None:
-        """Moves the server's answer to one request into its stream. Raises Unreachable: the connection broke."""
+        """Reads the server's answer to one request into its stream. Raises Unreachable: the connection broke."""
         dialect, asked = self._spoken, stream.request
         reader, told = dialect.reader(asked, self._labels), False
         body = dialect.body_of(asked, rid=stream.rid, cache_salt=self._labels.salt(self._salt))
@@ -248,6 +253,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
                     self._hand_over(stream, stream.take(output, self._version), is_last=is_last)
                     if is_last:
                         return
+                # The response was cut here; the server does not know and would keep sampling.
                 if reader.over and not told:
                     told = await self._abort_at_server([stream.rid])
         except ForeignWeights as error:
@@ -273,7 +279,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         return self._client
 
     async def _wait_for_server(self, client: ServerClient, deadline: float) -> ServerDialect:
-        """Raises ConfigError as `ask`; GenerationError: it did not come up."""
+        """Raises the ConfigError of `ask`; GenerationError: the server did not come up."""
         while True:
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
@@ -282,6 +288,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
                         await client.send(call, max(0.0, deadline - time.monotonic()))
                     return dialect
             except (Unreachable, Unanswered, Refused, TimeoutError) as error:
+                # A refusal other than "not up" will not go away by waiting.
                 if isinstance(error, Refused) and error.status != UNAVAILABLE:
                     raise
                 if time.monotonic() + _TRY_AGAIN_S >= deadline:
@@ -296,8 +303,8 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         self._label = label
 
     async def _send_all(self, calls: Sequence[Call]) -> None:
-        """Calls that end soon and may be made twice: the second time when the connection breaks and the server is well.
-        Raises Unreachable, Unanswered, Refused; the server may then be lost."""
+        """Sends short, idempotent calls. Retries once if the connection broke but the server is well. Raises
+        Unreachable, Unanswered, Refused; the server may then be lost."""
         client, timeout_s = self._calls(), self._settings.lost_after_s
         for call in calls:
             try:
@@ -319,6 +326,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         Stops when: the engine ends.
         """
         refusals, answered_s = 0, time.monotonic()
+        # A connection refused once may be a busy server; an answer that takes too long has its own limit.
         while self._lost is None:
             await asyncio.sleep(_LOOK_S)
             try:
@@ -336,7 +344,9 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
                 refusals, answered_s = 0, time.monotonic()
 
     async def _examine(self, why: str) -> None:
-        """Looks at once whether the server is still what it was; sets `_lost` otherwise. `why`: what gave the doubt."""
+        """Checks immediately that the server is alive and has the current label; sets `_lost` otherwise. `why`: the
+        reason for the check."""
+        # Only broken connections are retried; every other outcome is conclusive.
         for attempt in range(_REFUSALS):
             try:
                 await self._check_server(self._calls())
@@ -348,19 +358,20 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
             await asyncio.sleep(_LOOK_S / 10)
 
     async def _check_server(self, client: ServerClient) -> None:
-        """Raises Unreachable, Unanswered, Refused; ForeignWeights: it is not the process that has the last publish."""
+        """Raises Unreachable, Unanswered, Refused; ForeignWeights: the server does not have the last publish."""
         dialect, timeout_s = self._spoken, self._settings.lost_after_s
         alive = await client.get(dialect.alive, timeout_s=timeout_s)
         expected = self._label
-        if expected is None or self._receiving:  # a server that loads weights answers whether it lives only
+        if expected is None or self._receiving:  # a server that loads weights only answers `alive`
             return
         loads = self._loads
         try:
             state = await client.get(dialect.state, timeout_s=timeout_s)
         except Unanswered:
             if self._receiving or self._loads != loads:
-                return  # it began to load weights before it could answer
+                return  # a publish started during the call
             raise
+        # Compare only if no commit changed the label during the calls.
         if self._label == expected:
             self._labels.version(dialect.label_in(alive, state))
 

@@ -1,4 +1,4 @@
-"""A publish as text: what a server that runs elsewhere is told of it. JSON: such a server unpickles nothing."""
+"""A publish as JSON, for servers started by someone else: they must not unpickle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_order(manifest: Manifest, source: TransferSource, timeout_s: float) ->
 
 
 def read_order(order: str) -> tuple[Manifest, TransferSource, float]:
-    """What `write_order` was given. Raises ValueError: it is no order."""
+    """Inverse of `write_order`. Raises ValueError: malformed order."""
     held = json.loads(order)
     if not isinstance(held, dict) or held.keys() != {"manifest", "source", "timeout_s"}:
         raise ValueError(f"{order[:60]!r} is no order of a publish")

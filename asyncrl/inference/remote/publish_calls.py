@@ -1,4 +1,4 @@
-"""A publish to a server that runs elsewhere."""
+"""Publishes to a server started by someone else."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from asyncrl.inference.shared.publish_calls import PublishCalls, agree
 from asyncrl.types import Digest, DiskSource, Manifest, TransferSource
 
 _GRACE_S = 5.0
-"""Time that a server has beyond the deadline of its workers, so that their own error arrives."""
+"""Extra time beyond the workers' deadline, so that their error arrives first."""
 
 
 class ExtensionPublishCalls(PublishCalls):
-    """The server's workers receive: they have asyncrl's `ServeExtension`."""
+    """The server's workers receive the publish by asyncrl's `ServeExtension`."""
 
     def __init__(self, client: ServerClient, num_engines: int = 1) -> None:
         super().__init__(f"the server {client.url}")
@@ -35,6 +35,7 @@ class ExtensionPublishCalls(PublishCalls):
             await asyncio.to_thread(require_reachable, source, self._client.url)
         order = write_order(manifest, source, timeout_s)
         outcomes = await self._client.call_workers("asyncrl_publish", [order], timeout_s + _GRACE_S)
+        # vLLM returns the outcomes of the first engine only; the others compare their digest with it.
         if self._num_engines > 1 and not any(outcome[0] for outcome in outcomes):
             digest = agree(outcomes)
             await self._client.call_workers("asyncrl_confirm", [digest and list(digest)], _GRACE_S)
@@ -42,11 +43,11 @@ class ExtensionPublishCalls(PublishCalls):
 
 
 class ReloadPublishCalls(PublishCalls):
-    """The server's own loader reads the files of transport `disk`. The replica takes the part of the receiver: it reads
-    all files and computes their digest, then names them to the server."""
+    """The server's own loader reads the files of transport `disk`. The replica acts as the receiver: it reads all
+    files, computes their digest, then tells the server the directory."""
 
     def __init__(self, client: ServerClient, reload: Callable[[str], Call]) -> None:
-        """`reload`: the call that names the directory of a publish to the server."""
+        """`reload`: builds the call that loads the directory of a publish."""
         super().__init__(f"the server {client.url}")
         self._client = client
         self._reload = reload
@@ -97,8 +98,8 @@ class _Discarded:
 
 
 def require_reachable(source: TransferSource, url: str) -> None:
-    """Raises ConfigError: the trainer listens on this machine only, and the server is on another one. A run that
-    started a Ray of its own does; one that has joined a cluster does not."""
+    """Raises ConfigError: the trainer listens on the loopback address, as in a run that started Ray itself, and the
+    server is on another machine."""
     trainer, host = urlsplit(source.endpoint).hostname or "", urlsplit(url).hostname or ""
     if not trainer.startswith("127."):
         return
@@ -106,7 +107,7 @@ def require_reachable(source: TransferSource, url: str) -> None:
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
-        return  # the call to the server says more about it
+        return  # the call to the server will explain it better
     if not found & own:
         asked = f"{url} to receive weights from {source.endpoint}"
         do = "start Ray on this machine and set ray.address: the run then uses an address that others reach"

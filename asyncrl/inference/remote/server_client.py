@@ -30,7 +30,7 @@ class Call:
 
 
 class Unreachable(Exception):
-    """No connection to the server, or one that broke."""
+    """The connection failed or broke."""
 
 
 class Unanswered(Exception):
@@ -38,7 +38,7 @@ class Unanswered(Exception):
 
 
 class Refused(Exception):
-    """An answer with another status than 200."""
+    """An answer with a status other than 200."""
 
     def __init__(self, path: str, status: int, text: str) -> None:
         super().__init__(f"{path} answers {status}: {text[:_TOLD_CHARS]}")
@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 def read_key(variable: str) -> str | None:
-    """The key in this environment variable; None where `variable` is empty. Raises ConfigError: it is not set."""
+    """The key in this environment variable; None if `variable` is empty. Raises ConfigError: it is not set."""
     if not variable:
         return None
     key = os.environ.get(variable)
@@ -62,21 +62,21 @@ def read_key(variable: str) -> str | None:
 
 
 class ServerClient:
-    """The connections to one server. Calls and streams have pools of their own: many streams delay no call."""
+    """The connections to one server. Calls and streams use separate pools, so that streams never delay calls."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/")
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        # Servers are reached directly: a proxy of the environment is not for them.
+        # Proxies of the environment are not meant for these servers.
         common: dict[str, Any] = {"base_url": self.url, "headers": headers, "trust_env": False}
-        # vLLM closes idle connections after 5 s: one that is closed here before that is never used in that moment.
+        # vLLM closes idle connections after 5 s. Closing them earlier here avoids using one in that moment.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)
         self._calls = httpx.AsyncClient(**common, limits=limits)
         self._streams = httpx.AsyncClient(**common, limits=limits, timeout=httpx.Timeout(None, connect=_CONNECT_S))
 
     async def get(self, path: str, *, timeout_s: float, params: dict[str, str] | None = None) -> Any:
-        """The JSON of the answer; None where it is empty. Raises Unreachable, Unanswered, Refused."""
+        """Returns the answer's JSON, or None if it is empty. Raises Unreachable, Unanswered, Refused."""
         return await self._call("GET", path, timeout_s, params=params)
 
     async def post(self, path: str, body: Any = None, *, timeout_s: float, params: dict[str, str] | None = None) -> Any:
@@ -89,13 +89,13 @@ class ServerClient:
         return await self._call(call.method, call.path, timeout_s, **request)
 
     async def call_workers(self, method: str, arguments: Sequence[Any], timeout_s: float, **named: Any) -> list[Any]:
-        """What the method returns in each of the server's workers. Raises as `get`."""
+        """Calls a method in each of the server's workers; returns their values. Raises the errors of `get`."""
         body = {"method": method, "args": list(arguments), "kwargs": named}
         answer = await self.post("/collective_rpc", body, timeout_s=timeout_s)
         return [] if answer is None else answer["results"]
 
     async def lines(self, path: str, body: Any) -> AsyncIterator[str]:
-        """The lines of a streamed answer. It has no deadline of its own: whoever watches the server closes it.
+        """Yields the lines of a streamed answer, without a deadline: the caller closes it when the server is lost.
 
         Raises Unreachable, Refused.
         """
@@ -115,6 +115,7 @@ class ServerClient:
 
     async def _call(self, method: str, path: str, timeout_s: float, **request: Any) -> Any:
         try:
+            # One deadline for the whole call; httpx's timeouts are per operation.
             async with asyncio.timeout(timeout_s):
                 answer = await self._calls.request(method, path, timeout=None, **request)
         except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""`python -m sglang.launch_server` as a dialect."""
+"""Dialect of `python -m sglang.launch_server`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RESUME = Call("/continue_generation", {})
 
 
 class SglangDialect(ServerDialect):
-    """A server of SGLang. It notices only after seconds that a connection was closed; requests are aborted by name."""
+    """An SGLang server. It notices a closed connection only after seconds, so requests are aborted by name."""
 
     generate = GENERATE
     alive = MODEL
@@ -45,7 +45,7 @@ class SglangDialect(ServerDialect):
         require_usable(url, self._facts, remote, model)
 
     def wake(self, label: str) -> Sequence[Call]:
-        """A paused server has no health: it samples a token to answer."""
+        """Resumes first: `/health` samples a token, which a paused server cannot."""
         return self.relabel(label), _RESUME, Call("/health", method="GET")
 
     def take_over(self) -> Sequence[Call]:
@@ -60,10 +60,10 @@ class SglangDialect(ServerDialect):
         return not is_flat(hot, cold)
 
     def freeze(self) -> Sequence[Call]:
-        """The answer to a pause does not wait for the scheduler; its next answer comes after it.
+        """The answer to a pause does not wait for the scheduler, so a `STATE` call follows, whose answer does.
 
-        A step that was computed ahead of its results would be counted as one of the next version: where there are such
-        steps, the requests go back to the queue, and their KV cache is computed again.
+        With overlap scheduling, a step computed ahead would count for the next version. Such servers retract requests
+        to the queue and recompute their KV cache.
         """
         mode = "retract" if self._facts.steps_ahead else "in_place"
         return Call("/pause_generation", {"mode": mode}), Call(STATE, method="GET")
@@ -78,7 +78,7 @@ class SglangDialect(ServerDialect):
         return str(alive.get("weight_version") if isinstance(alive, dict) else alive)
 
     def aborts(self, rids: Sequence[str]) -> Sequence[Call]:
-        """By prefix: names are of one length."""
+        """SGLang aborts by prefix; our ids have equal lengths."""
         return [Call("/abort_request", {"rid": rid}) for rid in rids]
 
     def body_of(self, request: GenerationRequest, *, rid: str, cache_salt: str) -> dict[str, Any]:
@@ -108,8 +108,8 @@ class SglangDialect(ServerDialect):
 
 
 def _reload(directory: str) -> Call:
-    """With a cache of prompts that stays: each set of weights has its own part of it, and SGLang refuses to flush one
-    that a frozen request uses, with the weights already changed."""
+    """Keeps the prompt cache: each set of weights has its own salt, and if a frozen request uses the cache, SGLang
+    refuses to flush it after it has already changed the weights."""
     return Call("/update_weights_from_disk", {"model_path": directory, "load_format": "auto", "flush_cache": False})
 
 

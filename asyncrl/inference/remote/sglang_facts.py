@@ -1,4 +1,4 @@
-"""What a server of SGLang says about itself, and whether a run can use it."""
+"""An SGLang server's description of itself, and whether a run can use the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.types import ModelFacts
 STATE = "/server_info"
 MODEL = "/model_info"
 _SINCE = (0, 5, 19)
-"""The first version whose responses say which of their tokens have which label."""
+"""The first version whose responses report the label of each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +26,15 @@ class SglangFacts:
     """One server.
 
     Attributes:
-        request_tokens: longest request, prompt and response, less the tokens that SGLang spares.
+        request_tokens: longest request, prompt and response, without the tokens that SGLang reserves.
         replicas, stages: data parallel and pipeline parallel sizes.
-        front_ends: its processes that take requests.
-        speculative: its algorithm of speculative decoding.
-        role: of a server that only prefills or only decodes; "null" does both.
-        steps_ahead: a step is computed before the results of the last one are known.
-        incremental: each line of a response holds what is new; otherwise all tokens so far.
+        front_ends: number of tokenizer processes.
+        speculative: algorithm of speculative decoding.
+        role: disaggregation mode; "null": the server both prefills and decodes.
+        steps_ahead: overlap scheduling: a step starts before the results of the last one are known.
+        incremental: lines are deltas; otherwise they hold all tokens so far.
         filters: it runs custom logit processors.
-        preferred: sampling parameters that it puts below those of every request; None: none.
+        preferred: default sampling parameters that the server adds to requests, or None.
     """
 
     version: str
@@ -53,8 +53,8 @@ class SglangFacts:
 
 
 async def ask_sglang(client: ServerClient, model: Any) -> SglangFacts:
-    """Asks a server of SGLang for all that a run needs of it; changes nothing there. `model`: its answer to `MODEL`.
-    Raises as `ask`."""
+    """Asks an SGLang server for its `SglangFacts`; read-only. `model`: its answer to `MODEL`. Raises the errors of
+    `ask`."""
     try:
         info = await client.get(STATE, timeout_s=ASK_S)
     except Refused as error:
@@ -66,7 +66,8 @@ async def ask_sglang(client: ServerClient, model: Any) -> SglangFacts:
 
 
 def facts_from(url: str, model: Any, info: Any) -> SglangFacts:
-    """Raises ConfigError: the descriptions have another form, or are of a version that is too old."""
+    """Raises ConfigError: unknown form, or the version is too old."""
+    # A gateway may answer with anything.
     held, about = (answer if isinstance(answer, Mapping) else {} for answer in (info, model))
     version = held.get("version")
     if not isinstance(version, str) or _number(version) < _SINCE:
@@ -109,6 +110,7 @@ def require_usable(url: str, facts: SglangFacts, remote: RemoteEngineConfig, mod
         asked = f"{url} with rollout.remote.data_parallel_size={remote.data_parallel_size}"
         found = f"it is a server of SGLang with --dp-size {facts.replicas}, and only those with 1 can be replicas"
         raise ConfigError(explain(asked, found, "set rollout.remote.data_parallel_size=1"))
+    # Settings that may work, but were never tested.
     for flag, here, needed in (
         ("--dp-size", facts.replicas, 1),
         ("--pp-size", facts.stages, 1),

@@ -1,4 +1,4 @@
-"""What a server of SGLang is sent for one request, and what its answer says. Pure."""
+"""Bodies of requests to an SGLang server, and its answers. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from asyncrl.inference.shared.stamped_stream import Output
 GENERATE = "/generate"
 _DATA, _DONE = "data: ", "[DONE]"
 _FILTER = json.dumps({"callable": b"casyncrl.inference.sglang.logit_filter\nLogitFilter\n.".hex()})
-"""What SGLang's `CustomLogitProcessor.to_str` makes of `LogitFilter`: its name, pickled."""
+"""`LogitFilter` as SGLang's `CustomLogitProcessor.to_str` writes it: its name, pickled."""
 HOT, COLD = 1e6, 2e-6
-"""Temperatures at which every token is as likely as any other, and one is certain. Below 1e-6 SGLang is greedy, and
-reports log-probabilities of temperature 1."""
+"""Temperatures at which the distribution is uniform, and at which one token is certain. Below 1e-6 SGLang is greedy and
+reports log-probabilities at temperature 1."""
 _NEAR = 0.01
 
 
@@ -44,21 +44,21 @@ def body_of(asked: Asked) -> dict[str, Any]:
 
 
 class SglangReader:
-    """An `AnswerReader`. A response that ends with a stop token which SGLang does not look at is cut here; its last
-    line, after the abort, still says of which versions its tokens are."""
+    """An `AnswerReader`. If SGLang ignores the request's stop tokens, the response is cut here; its last line, after
+    the abort, still reports the versions of its tokens."""
 
     def __init__(self, asked_id: str, labels: Labels, *, incremental: bool, stops: Collection[int], cut: bool) -> None:
         """
         Args:
             asked_id: the request's id, for messages.
             stops: tokens that end the response.
-            cut: SGLang does not look at them.
+            cut: SGLang ignores `stops`.
         """
         self._id, self._labels, self._incremental = asked_id, labels, incremental
         self._stops, self._cut = list(stops), cut
         self._sent = 0
         self._last = -1
-        """The last token that the server has sent."""
+        """Last token received."""
         self._end: int | None = None
         """Length of a response that was cut."""
         self.over = False
@@ -87,11 +87,11 @@ class SglangReader:
         if self._end is not None:
             return self._shortened(output, first, self._end)
         if output.reason == "stop" and self._last not in self._stops:
-            return replace(output, reason="abort")  # an end token that is none of the request's: it resumes
+            return replace(output, reason="abort")  # the model's own end token is not the request's: it resumes
         return output
 
     def _shortened(self, output: Output, first: int, end: int) -> Output:
-        """`first`: index of its first token. `end`: of the first token that is not the response's any more."""
+        """`first`: index of the output's first token. `end`: length of the cut response."""
         self.over = output.reason is None
         kept = max(0, end - first)
         spans = output.spans and tuple(span for span in output.spans if span[1] < end)
@@ -106,9 +106,9 @@ class SglangReader:
 
 
 def misreported(hot: Sequence[float], vocab_size: int) -> str | None:
-    """What is wrong with log-probabilities of tokens drawn at temperature `HOT`; None: nothing. Each should be that of
-    one token among all; where they differ, they are of temperature 1. Of weights that make every token as likely as any
-    other at `COLD` too nothing can be told yet (`is_flat`)."""
+    """The fault of log-probabilities of tokens drawn at temperature `HOT`, or None. Each should be -log(vocab_size); if
+    they differ, they are at temperature 1. The test is inconclusive for weights that are uniform at `COLD` too
+    (`is_flat`)."""
     mean = statistics.fmean(hot)
     if max(hot) - min(hot) > _NEAR:
         return "it reports log-probabilities before temperature, not those of the distribution that it samples from"
@@ -118,5 +118,5 @@ def misreported(hot: Sequence[float], vocab_size: int) -> str | None:
 
 
 def is_flat(hot: Sequence[float], cold: float) -> bool:
-    """Whether temperature makes no difference: so it is with the random weights of `--load-format dummy`."""
+    """Whether temperature makes no difference, as with the random weights of `--load-format dummy`."""
     return abs(cold - statistics.fmean(hot)) < _NEAR

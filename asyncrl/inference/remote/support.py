@@ -17,9 +17,9 @@ from asyncrl.types import ModelFacts
 
 
 def check_servers(rollout: RolloutConfig, facts: ModelFacts) -> None:
-    """Asks all servers at the same time whether they can be replicas of this model; changes nothing there.
+    """Checks concurrently that all servers can be replicas of this model; read-only.
 
-    Raises ConfigError: the first one that does not answer or cannot be used.
+    Raises ConfigError for the first server that does not answer or cannot be used.
     """
     asyncio.run(_check(rollout, facts))
 
@@ -48,18 +48,19 @@ async def _check_one(url: str, key: str | None, rollout: RolloutConfig, facts: M
         await client.close()
 
 
-# Which kind of server answers at an address.
+# Detection of the kind of server.
 
 
 async def ask(client: ServerClient, remote: RemoteEngineConfig) -> ServerDialect:
-    """Asks the server what it is, and for all that a run needs of it; changes nothing there.
+    """Detects the kind of server and asks for its facts; read-only.
 
     Raises:
-        ConfigError: it is a server of neither kind, lacks a route or the extension, or refuses the key.
-        Unreachable, Unanswered: it does not answer.
-        Refused: it is starting, or its engine is dead.
+        ConfigError: neither vLLM nor SGLang, a missing route or extension, or a refused key.
+        Unreachable, Unanswered: no answer.
+        Refused: the server is starting, or its engine is dead.
     """
     told = []
+    # The first path that answers with its key decides.
     for path, name in (("/version", "version"), (MODEL, "weight_version")):
         try:
             answer = await client.get(path, timeout_s=ASK_S)

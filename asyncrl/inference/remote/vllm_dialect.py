@@ -1,4 +1,4 @@
-"""`vllm serve` as a dialect."""
+"""Dialect of `vllm serve`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.types import GenerationRequest, ModelFacts
 
 
 class VllmDialect(ServerDialect):
-    """A vLLM server, whose requests end with their connections."""
+    """A vLLM server. Its requests end with their connections."""
 
     generate = GENERATE
     alive = "/health"
@@ -48,7 +48,7 @@ class VllmDialect(ServerDialect):
         return Call("/pause", params={"mode": "abort", "clear_cache": "true"}), self.unfreeze()
 
     async def prove(self, client: ServerClient, url: str) -> bool:
-        return True  # it has said everything
+        return True  # `ask_vllm` has learned everything
 
     def freeze(self) -> Sequence[Call]:
         return (Call("/pause", params={"mode": "keep", "clear_cache": "false"}),)
@@ -78,7 +78,7 @@ class VllmDialect(ServerDialect):
 
 
 class _Reader:
-    """Each line holds what is new."""
+    """Lines are deltas."""
 
     over = False
 

@@ -1,5 +1,5 @@
-"""What a `vllm serve` that somebody else has started imports into its workers (`--worker-extension-cls`), so that they
-receive the publishes of `rollout.engine=remote`."""
+"""Worker extension (`--worker-extension-cls`) of a `vllm serve` started by someone else, which receives the publishes
+of `rollout.engine=remote`."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ class ServeExtension:
         return asdict(facts)
 
     def asyncrl_publish(self, order: str) -> list[Any]:
-        """Applies one publish (`orders.write_order`), which the server is paused for.
+        """Applies one publish (`orders.write_order`) while the server is paused.
 
-        Returns: `WorkerUpdate.outcome`. Raises ValueError: it is no order.
+        Returns: `WorkerUpdate.outcome`. Raises ValueError: malformed order.
         """
         manifest, source, timeout_s = read_order(order)
         with set_current_vllm_config(self.vllm_config):
             update = self._asyncrl_update()
             parallel = self.vllm_config.parallel_config
+            # Every worker of every engine is a receiver of its own.
             worker = parallel.data_parallel_index * parallel.world_size + get_tensor_model_parallel_rank()
             update.join(replace(source, receiver=source.receiver + worker))
             update.start()
@@ -61,14 +62,14 @@ class ServeExtension:
         return update.outcome()
 
     def asyncrl_confirm(self, digest: list[int] | None) -> None:
-        """Raises RuntimeError: the last publish ended in another way here than with this digest, which the workers of
-        the server's first engine have computed. vLLM hands on their answers only, and errors of all."""
+        """Raises RuntimeError unless the last publish ended here with `digest`, computed by the server's first engine.
+        vLLM returns answers of the first engine only, but errors of all engines."""
         name, message, own = self._asyncrl_update().outcome()
         if name or own != digest:
             raise RuntimeError(f"{name}: {message}" if name else "the weights that arrived differ between engines")
 
     def _asyncrl_update(self) -> WorkerUpdate:
-        """One for the life of the worker: it stays joined to its sender."""
+        """Created once per worker, because it stays joined to its sender."""
         held = self.__dict__.get("_asyncrl_held")
         if held is None:
             served = self.vllm_config.model_config

@@ -1,4 +1,4 @@
-"""What a vLLM server says about itself, and whether a run can use it."""
+"""A vLLM server's description of itself, and whether a run can use the server."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from asyncrl.json_records import from_plain
 from asyncrl.types import ModelFacts
 
 EXTENSION = "asyncrl.inference.remote.vllm_extension.ServeExtension"
-"""What `--worker-extension-cls` names."""
+"""Value of `--worker-extension-cls`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """One server. What is None it does not say: without the extension, nothing about its model.
+    """One server. None: not reported; without the extension, nothing is reported about the model.
 
     Attributes:
-        vocab_size: tokens that it samples from.
-        world_size: workers of one of its engines, over tensor and pipeline parallelism.
-        data_parallel: its engines, which each have all weights, but for experts that they share.
+        vocab_size: size of the vocabulary that it samples from.
+        world_size: workers per engine, over tensor and pipeline parallelism.
+        data_parallel: number of engines; each has all weights except experts, which the engines share.
         pipeline_parallel: stages of one engine.
-        tied: its output layer uses the embeddings.
-        dummy: it was started with random weights, and without a loader of files.
+        tied: the output layer shares the embeddings.
+        dummy: started with random weights and no file loader.
     """
 
     max_model_len: int
@@ -44,7 +44,7 @@ class ServerFacts:
 
 
 async def ask_vllm(client: ServerClient, remote: RemoteEngineConfig, version: str) -> ServerFacts:
-    """Asks a vLLM server of this version for all that a run needs of it; changes nothing there. Raises as `ask`."""
+    """Asks a vLLM server of this version for its `ServerFacts`; read-only. Raises the errors of `ask`."""
     try:
         await client.get("/health", timeout_s=ASK_S)
     except Refused as error:
@@ -54,7 +54,7 @@ async def ask_vllm(client: ServerClient, remote: RemoteEngineConfig, version: st
     told = _from_server_info(client.url, await _get(client, "/server_info", named, params={"config_format": "json"}))
     if remote.weights != "extension":
         return told
-    # A worker of a dense model does not know of the engines beside its own.
+    # A worker of a dense model does not know the other engines.
     return replace(await _described(client, named), data_parallel=told.data_parallel)
 
 
@@ -112,10 +112,10 @@ def _require_reload(url: str, facts: ServerFacts) -> None:
 
 
 async def _require_routes(client: ServerClient, version: str) -> None:
-    """Raises ConfigError: the server was started without routes that a run needs, or wants another key."""
+    """Raises ConfigError: the server lacks routes that a run needs, or refuses the key."""
     await _get(client, "/v1/models", version)
     await _get(client, "/weight_info", version)
-    try:  # an empty request: refused for what it lacks where the route is there
+    try:  # an existing route refuses an empty request with 400 or 422
         await client.post("/inference/v1/generate", {}, timeout_s=ASK_S)
     except Refused as error:
         if error.status in (400, 422):
@@ -156,7 +156,7 @@ async def _described(client: ServerClient, version: str) -> ServerFacts:
 
 
 def _from_server_info(url: str, info: Any) -> ServerFacts:
-    """Reads vLLM's own description of its configuration. Raises ConfigError: it has another form."""
+    """Reads vLLM's description of its configuration. Raises ConfigError: unknown form."""
 
     def at(*path: str) -> Any:
         value = info
@@ -165,6 +165,7 @@ def _from_server_info(url: str, info: Any) -> ServerFacts:
         return value
 
     config, parallel = "vllm_config", ("vllm_config", "parallel_config")
+    # Missing entries become None, which `from_plain` rejects by name where the field needs a value.
     plain = {
         "max_model_len": at(config, "model_config", "max_model_len"),
         "world_size": at(*parallel, "world_size"),

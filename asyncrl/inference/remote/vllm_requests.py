@@ -1,4 +1,4 @@
-"""What a vLLM server is sent for one request, and what its answer says. Pure."""
+"""Bodies of requests to a vLLM server, and its answers. Pure."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def body_of(request: GenerationRequest, *, rid: str, cache_salt: str, vocab_size
 
 
 def abort_id(rid: str) -> str:
-    """The name by which `ABORT` knows an attempt."""
+    """The id of an attempt for `ABORT`."""
     return f"generate-tokens-{rid}"
 
 
 def output_of(line: str, labels: Labels) -> Output | None:
-    """What one line of the streamed answer says; None: it has no tokens and no end.
+    """Parses one line of the streamed answer; None: no tokens and no end.
 
     Raises:
         GenerationError: the server ended the request with an error.
         ForeignWeights: as `Labels.version`.
-        ValueError, LookupError, TypeError: the line has another form.
+        ValueError, LookupError, TypeError: malformed line.
     """
     if not line.startswith(_DATA) or line == _DATA + _DONE:
         return None
@@ -63,6 +63,7 @@ def output_of(line: str, labels: Labels) -> Output | None:
         raise GenerationError(explain("generate", f"the server answers {told}", "look at the log of the server"))
     if not held["choices"]:
         return None
+    # Log-probabilities and ids are separate lists: a length mismatch would shift them silently.
     choice = held["choices"][0]
     ids, entries = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("content") or []
     if len(ids) != len(entries):

@@ -1,4 +1,4 @@
-"""`SglangEngine`: SGLang behind the protocol of engines."""
+"""`SglangEngine`: adapter to SGLang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.stamped_stream import Output, StampedStream
 from asyncrl.types import Digest, GenerationRequest, Manifest, TransferSource
 
-# One request inside SGLang.
+# Requests.
 
 
 class SglangStream(StampedStream):
@@ -37,7 +37,7 @@ class SglangStream(StampedStream):
         super().__init__(request)
         self.outputs: asyncio.Queue[Output] = asyncio.Queue()
         self.rid = ""
-        """Of the present attempt in SGLang."""
+        """Id of the current attempt in SGLang."""
 
     def enter(self) -> None:
         self.rid = uuid.uuid4().hex
@@ -48,7 +48,7 @@ _STOP_S = 10.0
 
 
 class SglangEngine(ProcessEngine[SglangStream]):
-    """An `InferenceEngine` over SGLang, which runs in a process below this one with its schedulers below that.
+    """An `InferenceEngine` over SGLang, which runs in a child process; its schedulers are children of that.
 
     Sampling is not deterministic: rounding depends on the batch.
     """
@@ -59,8 +59,8 @@ class SglangEngine(ProcessEngine[SglangStream]):
     def __init__(
         self, model: ModelConfig, settings: SglangEngineConfig, *, load_real_weights: bool, seed: int = 0
     ) -> None:
-        """`load_real_weights`: load the model's files and start as version 0; otherwise random weights and version
-        None. `seed`: of SGLang and of the random weights."""
+        """`load_real_weights`: load the model's files as version 0; otherwise random weights without a version. `seed`:
+        for sampling and random weights."""
         super().__init__(
             model,
             max_running=settings.max_running_requests,
@@ -93,8 +93,8 @@ class SglangEngine(ProcessEngine[SglangStream]):
         await self._ask(self._host.call("wake_up", tags or ["weights", "kv_cache"]))
 
     async def checksums(self) -> list[dict[str, str]]:
-        """SGLang's own checksums of the weights in use, one dict for each tensor-parallel rank: name of SGLang's
-        parameter -> checksum. Equal weights have equal checksums, whatever way they came. It reads all weights.
+        """SGLang's checksums of the weights in use, per tensor-parallel rank: SGLang's parameter name -> checksum.
+        Equal weights have equal checksums, however they were transferred. Reads all weights.
 
         Raises GenerationError: this SGLang computes none, or its process has ended."""
         return await self._ask(self._host.call("checksums"))
@@ -106,7 +106,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
         arguments = engine_arguments(
             self._model, self._settings, load_real_weights=self._real_weights, seed=self._seed, on_cpu=on_cpu
         )
-        # A step that was computed ahead of its results would be counted as one of the next version.
+        # With overlap scheduling, a step computed ahead would count for the next version: retract instead.
         self._pause_mode = "in_place" if arguments["disable_overlap_schedule"] else "retract"
         self._facts = await self._host.start(arguments, on_cpu=on_cpu)
         channel = WeightChannel(self._host.directory, self._settings.tensor_parallel_size)
@@ -140,6 +140,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
             stream.entered.set()
             if stream.fate is not None:
                 await self._abort_inside([stream])
+            # The host always sends a last output, even for a request that SGLang lost.
             is_last = False
             while not is_last:
                 output = await stream.outputs.get()
@@ -163,12 +164,13 @@ class SglangEngine(ProcessEngine[SglangStream]):
         await self._host.call("unfreeze")
 
     async def _settle(self) -> None:
-        """The host's answer to a pause follows all outputs from before."""
+        """The host sends all earlier outputs before its answer to a pause, so only local queues must drain."""
         while any(s.fate is not None or not s.outputs.empty() for s in self._queue.running):
             self._require_alive()
             await asyncio.sleep(0)
 
     async def _announce(self, version: int) -> None:
+        # Tokens of the old version may still be on their way, or in a partly filled interval.
         if not self._paused or self._settings.stream_interval > 1:
             for stream in self._queue.running:
                 stream.hold()
@@ -188,7 +190,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
 
 
 class _SglangPublishCalls(PublishCalls):
-    """A publish as an order to SGLang's schedulers."""
+    """Sends publishes as orders to SGLang's schedulers."""
 
     def __init__(self, host: HostProcess, channel: WeightChannel, model: ModelConfig) -> None:
         super().__init__("SGLang")
@@ -196,13 +198,14 @@ class _SglangPublishCalls(PublishCalls):
         self._channel = channel
         self._model = model
         self._is_known = False
-        """Whether the weights are those of the last publish."""
+        """Whether the weights match the last publish."""
 
     def forget(self) -> None:
-        """The weights are no longer those of the last publish."""
+        """The weights no longer match the last publish."""
         self._is_known = False
 
     async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
+        # Unknown until all schedulers have answered: a failure or cancellation leaves it so.
         model, was_known = self._model, self._is_known
         self._is_known = False
         order = PublishOrder(

@@ -1,4 +1,4 @@
-"""What SGLang's process does for the replica: the calls, and the requests that SGLang works on."""
+"""The replica's calls and requests, served inside SGLang's process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from asyncrl.types.models import expert_layers_of
 logger = logging.getLogger(__name__)
 
 _ABORT_S = 1.0
-"""What SGLang may take to answer an abort, before the request is ended without its answer."""
+"""Time for SGLang to answer an abort before the request is ended without it."""
 _SETTLE_S = 30.0
-"""What the outputs from before a pause may take; more is an error of the call."""
+"""Time for the outputs from before a pause to arrive; the call fails after it."""
 _TURNS = 8
-"""Turns of the event loop that a request needs from its task to SGLang's socket, and an output from there on."""
+"""Event-loop turns from a request's task to SGLang's socket, and from there to an output."""
 
 
 class Host:
-    """SGLang's Engine, and the requests that it works on. Public methods are the calls of the replica."""
+    """Owns SGLang's Engine and its requests. Public methods are the replica's calls."""
 
     def __init__(self, engine: Any, send: Callable[[Any], None]) -> None:
         from asyncrl.inference.sglang.logit_filter import LogitFilter
@@ -44,11 +44,11 @@ class Host:
         self._outputs: list[Output] = []
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._begun: set[str] = set()
-        """Requests of which an output has come: SGLang has them."""
+        """Requests with at least one output: the scheduler has them."""
         self._frozen = False
         self._order = asyncio.Lock()
-        """Of calls that stop, change or start the schedulers: they work in the order of their arrival, also where the
-        replica waits no longer for the one before."""
+        """Serializes calls that stop, change or start the schedulers, in order of arrival, even if the replica no
+        longer waits for the previous one."""
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ class Host:
         self._requests[asked.rid] = asyncio.create_task(self._generate(asked), name=asked.rid)
 
     async def abort(self, rids: list[str]) -> None:
-        """Ends these requests; each gets a last output. Unknown ones are ignored: they may just have ended."""
+        """Ends these requests; each gets a last output. Unknown ids are ignored: they may just have ended."""
         await self._let_enter(rids)
         tasks = {rid: self._requests[rid] for rid in rids if rid in self._requests}
         for rid in tasks:
@@ -70,7 +70,7 @@ class Host:
                 self._emit(end_output(rid))
 
     async def freeze(self, mode: str) -> None:
-        """`mode`: in_place, or retract where SGLang computes a step ahead."""
+        """`mode`: "in_place", or "retract" with overlap scheduling."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         async with self._order:
@@ -87,7 +87,7 @@ class Host:
             await self._manager.continue_generation(ContinueGenerationReqInput())
 
     async def announce(self, version: str) -> None:
-        """Tokens sampled from now on are of this version, for an SGLang that keeps count."""
+        """Sets the version of tokens sampled from now on, if SGLang tracks versions."""
         if self._abilities.version_spans:
             from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
@@ -98,8 +98,7 @@ class Host:
                 )
 
     async def update(self, loader: str, payload: str) -> None:
-        """Calls `loader` in every scheduler process, with `payload`, a colon and its tensor-parallel rank. Raises
-        RuntimeError: SGLang refused."""
+        """Calls `loader` in every scheduler with a tensor named `payload:rank`. Raises RuntimeError: SGLang refused."""
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
@@ -117,13 +116,14 @@ class Host:
             from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
             _require(await manager.begin_weight_update(BeginWeightUpdateReqInput()))
+            # The update session must end even if the update failed; errors are raised after it.
             updated = await manager.update_weights_from_tensor(request)
             ended = await manager.end_weight_update(EndWeightUpdateReqInput())
             _require(updated)
             _require(ended)
 
     async def checksums(self) -> list[dict[str, str]]:
-        """SGLang's own checksums of the weights that it holds: name of a parameter -> checksum, for each scheduler."""
+        """SGLang's checksums of its weights, per scheduler: parameter name -> checksum."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         async with self._order:
@@ -132,8 +132,8 @@ class Host:
         return [worker["checksums"] for worker in answer[2]]
 
     async def sleep(self, tags: list[str] | None) -> None:
-        """Without a request of the replica's. Frozen in place, a scheduler still has those that were aborted, and would
-        end; retracting drops them."""
+        """Call it without requests in flight. A scheduler frozen in place still has the aborted requests and would
+        exit; retracting drops them."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput, ReleaseMemoryOccupationReqInput
 
         async with self._order:
@@ -150,17 +150,17 @@ class Host:
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def _generate(self, asked: Asked) -> None:
-        """Moves what SGLang samples for one request into outputs, until the last."""
+        """Emits one request's outputs until the last."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         rid, sent, length, params = asked.rid, 0, 0, asked.sampling_params
         last: Output | None = None
-        """Ends the response here, at a stop token that SGLang does not look at."""
+        """The last output, if the response ends at a stop token that SGLang ignores."""
         recording: dict[str, Any] = {}
         if asked.filters is not None:
             params = params | {"custom_params": asked.filters}
         if asked.experts:
-            # The hidden state of the token before predicts a token: its experts are the token's.
+            # A token is predicted at the previous position, whose experts count as the token's.
             recording = {"return_routed_experts": True, "routed_experts_start_len": len(asked.input_ids) - 1}
         request = GenerateReqInput(
             rid=rid,
@@ -177,6 +177,7 @@ class Host:
                 output = output_of(rid, out, sent, incremental=self._incremental, experts=self._experts)
                 before, sent = sent, sent + len(output.ids)
                 self._begun.add(rid)
+                # Phase 1: cut at the first stop token. SGLang keeps sampling until it sees the abort.
                 if last is None and (until := _first_of(output.ids, asked.stops)):
                     last, length = Output(rid, output.ids[:until], output.logprobs[:until], "stop"), before + until
                     if output.reason is None:
@@ -185,6 +186,7 @@ class Host:
                     self._emit(output)
                     if output.reason is not None:
                         return
+                # Phase 2: the cut response leaves now, or with its experts after SGLang's last output.
                 elif output.reason is not None or not asked.experts:
                     experts = None if output.experts is None else output.experts[:length]
                     self._emit(replace(last, spans=output.spans, experts=experts))
@@ -210,15 +212,15 @@ class Host:
             self._send(("outputs", outputs))
 
     async def _let_enter(self, rids: list[str]) -> None:
-        """What is asked of SGLang about a request that its scheduler does not have yet is lost."""
+        """Waits until the requests have reached the scheduler: SGLang ignores calls about unknown requests."""
         if any(rid in self._requests and rid not in self._begun for rid in rids):
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
 
     async def _settle(self) -> None:
-        """Returns when the scheduler has done all that was asked of it before, and its outputs have been emitted. It
-        answers by another socket than the one of the outputs: a second answer leaves these time to arrive, and then
-        none may be left to read for as many turns as the last of them takes to be handed on."""
+        """Returns when the scheduler has completed all earlier calls and its outputs are emitted. Its answers use
+        another socket than its outputs. So a second answer gives the outputs time to arrive, and then the output socket
+        must stay empty for the turns that the last output needs."""
         for _ in range(2):
             await self._manager.get_internal_state()
         async with asyncio.timeout(_SETTLE_S):
@@ -227,12 +229,12 @@ class Host:
 
 
 def _first_of(ids: np.ndarray, stops: Collection[int]) -> int:
-    """How many tokens end with the first of `stops`; 0 where none is there."""
+    """Number of tokens up to and including the first of `stops`; 0: none."""
     return next((number for number, token in enumerate(ids.tolist(), 1) if token in stops), 0)
 
 
 async def all_read(socket: zmq.Socket[Any], turns: int) -> None:
-    """Returns when nothing has been left to read in a socket for so many turns of the event loop."""
+    """Returns when the socket has been empty for `turns` turns of the event loop."""
     quiet = 0
     while quiet < turns:
         quiet = 0 if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN else quiet + 1
@@ -240,7 +242,7 @@ async def all_read(socket: zmq.Socket[Any], turns: int) -> None:
 
 
 def _require(answer: Any) -> None:
-    """SGLang answers (success, message)."""
+    """Raises RuntimeError unless SGLang answered (success, message) with success."""
     success, message = (answer.success, answer.message) if hasattr(answer, "success") else answer[:2]
     if not success:
         raise RuntimeError(message)

@@ -1,13 +1,12 @@
 """The process that runs SGLang's Engine below a replica.
 
-SGLang ends the process that it runs in, with all that is in it, when a scheduler dies. So that the replica outlives
-that, with the tokens that had arrived, SGLang runs here. `python -m asyncrl.inference.sglang.host_main FD` takes the
-replica's end of a socket pair.
+SGLang kills its own process when a scheduler dies. It runs in a separate process so that the replica survives, with the
+tokens received so far. `python -m asyncrl.inference.sglang.host_main FD`; FD is one end of a socket pair.
 
 Consumes: frames of the replica: (call id, method of `Host`, arguments).
 Produces: frames ("answer", call id, result or error) and ("outputs", [Output, ...]), in the order of their making.
 Waits for: frames; SGLang's answers.
-Stops when: the replica's end closes, or a scheduler process has ended; also while SGLang is still starting.
+Stops when: the replica's end closes, or a scheduler process ends, even while SGLang is starting.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _ENDING = threading.Lock()
 
 
 def end(directory: str) -> None:
-    """This process leads a group of its own, in which SGLang's processes are."""
-    _ENDING.acquire()  # never released: whoever comes second waits until the process is gone
-    below = _suspended()  # what runs could map another segment after the look at it
+    """Kills all of SGLang's processes, removes its files, and kills this process."""
+    _ENDING.acquire()  # never released: a second caller waits until the process is gone
+    below = _suspended()  # running processes could map more segments
     segments = {path for pid in (os.getpid(), *(p.pid for p in below)) for path in _segments(pid)}
     for process in below:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -53,9 +52,10 @@ def end(directory: str) -> None:
 
 
 def _suspended() -> list[psutil.Process]:
-    """All processes below this one, suspended. The tracker of shared memory and semaphores is none of them: it removes
-    these, and ends, once nobody is left."""
+    """Suspends and returns all descendants, except the resource tracker, which removes shared memory and semaphores and
+    exits once all others are gone."""
     below: list[psutil.Process] = []
+    # Repeat until no new process appears: a process may fork until it is suspended.
     while new := [p for p in psutil.Process().children(recursive=True) if p not in below and not _is_tracker(p)]:
         for process in new:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -65,7 +65,7 @@ def _suspended() -> list[psutil.Process]:
 
 
 def _segments(pid: int) -> set[Path]:
-    """SGLang's own files of shared memory that a process maps."""
+    """SGLang's shared-memory files mapped by a process."""
     try:
         words = Path(f"/proc/{pid}/maps").read_text().split()
     except OSError:  # it has ended
@@ -94,6 +94,7 @@ async def _serve(engine: Any, connection: socket.socket, directory: str) -> None
         except Exception as failure:  # task boundary: the replica gets it
             logger.exception("%s failed", method)
             result, error = None, f"{type(failure).__name__}: {failure}"
+        # Outputs made before the answer must be sent before it.
         host.flush()
         send(("answer", number, result, error))
 
@@ -105,7 +106,7 @@ async def _serve(engine: Any, connection: socket.socket, directory: str) -> None
         end(directory)
 
     watching = asyncio.create_task(watch())
-    # SGLang's own handler, for a scheduler that failed, kills all at once and leaves its files.
+    # Replaces SGLang's handler for a failed scheduler, which would kill everything and leave files behind.
     engine.tokenizer_manager.auto_create_handle_loop()
     asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, end, directory)
     config = engine.tokenizer_manager.model_config
@@ -130,6 +131,7 @@ def main() -> None:
     size = int.from_bytes(_exactly(connection, SIZE_BYTES), "little")
     start: dict[str, Any] = pickle.loads(_exactly(connection, size))  # from the replica
     directory = start["directory"]
+    # Armed before the slow start of SGLang: the replica may die during it.
     when_ended(start["owner_pid"], lambda: end(directory))
     when_closed(connection, lambda: end(directory))
     try:
@@ -153,7 +155,7 @@ def main() -> None:
 
 
 def kv_cache(engine: Any) -> tuple[int, int] | None:
-    """Tokens that the KV cache holds, and tokens of one page; None where this SGLang does not tell."""
+    """(tokens of the KV cache, tokens per page); None if this SGLang does not report them."""
     found = getattr(engine, "_scheduler_init_result", None)
     infos = [getattr(engine, "scheduler_info", None), *getattr(found, "scheduler_infos", ())]
     sizes = [info["max_total_num_tokens"] for info in infos if info and info.get("max_total_num_tokens")]
@@ -161,7 +163,7 @@ def kv_cache(engine: Any) -> tuple[int, int] | None:
 
 
 def _check_context(engine: Any, context_length: int) -> None:
-    """Raises ConfigError: the KV cache holds less than the longest request. SGLang would cut responses short."""
+    """Raises ConfigError: the KV cache is smaller than the longest request. SGLang would truncate responses."""
     from asyncrl.errors import ConfigError, explain
     from asyncrl.inference.sglang.host_process import SPARE_TOKENS
 

@@ -1,4 +1,4 @@
-"""Starting SGLang's process, and calling it."""
+"""Starts SGLang's process and calls it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 _CPU_KV_TOKENS = 1 << 16
 SPARE_TOKENS = 6
-"""SGLang takes no prompt within six tokens of its context, and ends responses two tokens before it."""
+"""SGLang refuses prompts within six tokens of its context length, and ends responses two tokens before it."""
 _WATCHDOG_S = 86_400.0
-"""SGLang ends itself after so long without a step. It takes a pause with requests in flight for one, and a pause may
-last until the next publish."""
+"""SGLang kills itself after this long without a step. A pause with requests in flight counts, and may last until the
+next publish."""
 _ENDED = "SGLang's process ended"
 _LOOK = "the log of its processes says more; rollout.sglang has the settings"
 VARIABLES = {
@@ -42,13 +42,13 @@ VARIABLES = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probabilities are those of the distribution that was drawn from
     "SGLANG_MAX_NEW_TOKENS_LIMIT": "0",
 }
-"""Of the environment of SGLang's processes."""
+"""Environment variables of SGLang's processes."""
 
 
 def engine_arguments(
     model: ModelConfig, settings: SglangEngineConfig, *, load_real_weights: bool, seed: int, on_cpu: bool
 ) -> dict[str, Any]:
-    """The keyword arguments of SGLang's Engine. Raises ConfigError: a directory that is not there."""
+    """The keyword arguments of SGLang's Engine. Raises ConfigError: a missing directory."""
     check_place(model.path)
     arguments: dict[str, Any] = {
         "model_path": model.path,
@@ -72,7 +72,7 @@ def engine_arguments(
         "enable_custom_logit_processor": True,
         "custom_weight_loader": [LOADER],
         "watchdog_timeout": _WATCHDOG_S,
-        "sleep_on_idle": True,  # a scheduler without work takes a whole core otherwise
+        "sleep_on_idle": True,  # otherwise an idle scheduler takes a whole core
         "log_level": "warning",
     }
     if on_cpu:
@@ -108,17 +108,18 @@ class HostProcess:
         self._reading: asyncio.Task[None] | None = None
         self.directory = Path()
         self._left: list[Path] = []
-        """What SGLang leaves when it is killed: its directory and its shared memory."""
+        """Left behind if SGLang is killed: its directory and its shared memory."""
 
     async def start(self, arguments: dict[str, Any], *, on_cpu: bool) -> dict[str, Any]:
         """`arguments`: of SGLang's Engine. Returns {vocab_size, eos}.
 
         Raises ConfigError: SGLang cannot be used; GenerationError: it does not start.
         """
-        # in the run's own directory, where there is one: it goes with the run, also after a kill during the start
+        # The run's directory, if there is one, is removed with the run, even after a kill during the start.
         scratch = os.environ.get("ASYNCRL_SGLANG_SCRATCH")
         self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-sglang-", dir=scratch))
         self._left = [self.directory]
+        # Closing our end tells the process to exit, however this process ends.
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "asyncrl.inference.sglang.host_main", str(theirs.fileno())]
         environment = os.environ | VARIABLES | {"TMPDIR": str(self.directory)}
@@ -144,7 +145,7 @@ class HostProcess:
         return facts
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of `Host`. Raises GenerationError: it failed, or the process has ended."""
+        """Calls a method of `Host`. Raises GenerationError: the method failed, or the process has ended."""
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
@@ -168,9 +169,10 @@ class HostProcess:
         if self._reading is not None:
             self._reading.cancel()
         if self._writer is not None:
-            self._writer.close()  # it ends itself, with all that is below it
+            self._writer.close()  # the process then ends itself and its descendants
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(process.wait, timeout_s)
+        # Phase 2: kill the group. A killed process cleans nothing up, so that is done here.
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # it leads a group
@@ -181,7 +183,7 @@ class HostProcess:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """The process does this itself unless it is killed."""
+        """Removes the files; the process does this itself unless it is killed."""
         directory, *segments = self._left
         for segment in segments:
             segment.unlink(missing_ok=True)
@@ -202,7 +204,7 @@ class HostProcess:
                     _settle(answer, *message[2:])
         except (asyncio.IncompleteReadError, ConnectionError):
             self._clean_up()  # it has ended: `death` says so
-        except Exception:  # task boundary: without the reader the process is as good as ended
+        except Exception:  # task boundary: without the reader the process is unusable
             logger.exception("what SGLang's process sent cannot be read")
         finally:
             for number, answer in self._answers.items():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from asyncrl.inference.shared.request_checks import kept_tokens
+from asyncrl.inference.shared.token_filters import kept_tokens
 
 
 class LogitFilter(CustomLogitProcessor):

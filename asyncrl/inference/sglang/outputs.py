@@ -1,4 +1,4 @@
-"""What a response of SGLang says. Pure."""
+"""Parses responses of SGLang. Pure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from asyncrl.inference.shared.stamped_stream import Output
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """How SGLang tells the experts of a response.
+    """Layout of the experts in SGLang's responses.
 
     Attributes:
-        layers: of the model; SGLang has rows for all of them.
-        chosen: numbers of those that have experts.
+        layers: number of all layers; SGLang has a row for each.
+        chosen: indices of the layers that have experts.
     """
 
     layers: int
     chosen: Sequence[int]
 
     def of(self, text: str, tokens: int) -> np.ndarray:
-        """[tokens, L, k] int16: of the tokens of the response. `text`: `routed_experts` of a request that asked for
-        them from the last token of its prompt on."""
+        """[tokens, L, k] int16, of the response's tokens. `text`: `routed_experts`, requested from the prompt's last
+        token on."""
         rows = np.frombuffer(base64.b64decode(text), np.int32)
         return rows.reshape(tokens, self.layers, -1)[:, list(self.chosen)].astype(np.int16)
 
@@ -34,10 +34,11 @@ class ExpertRows:
 def output_of(
     rid: str, out: dict[str, Any], sent: int, *, incremental: bool, experts: ExpertRows | None = None
 ) -> Output:
-    """One of SGLang's responses. `sent`: tokens that came before. `incremental`: responses hold what is new; otherwise
-    all tokens so far. The last response of a request that waited in SGLang's queue repeats tokens in both cases.
-    `experts`: None where no request asks for them."""
+    """Parses one response. `sent`: tokens received before. `incremental`: responses are deltas; otherwise they hold all
+    tokens so far. The last response of a request that waited in SGLang's queue repeats tokens in both cases. `experts`:
+    None if no request records them."""
     meta = out["meta_info"]
+    # `completion_tokens` decides what is new: the lists may repeat earlier tokens.
     first, new = (0 if incremental else sent), meta["completion_tokens"] - sent
     ids = np.asarray(out["output_ids"][first : first + new], np.int32)
     logprobs = meta.get("output_token_logprobs") or []
@@ -48,6 +49,7 @@ def output_of(
         raise RuntimeError(f"SGLang answered {found}")
     if finish is None:
         return Output(rid, ids, values)
+    # Only the last response has versions, experts and the reason of a refusal.
     spans = meta.get("weight_versions")
     text, tokens = meta.get("routed_experts"), meta["completion_tokens"]
     refused = finish["type"] == "abort" and finish.get("status_code") is not None

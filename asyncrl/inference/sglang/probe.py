@@ -1,8 +1,8 @@
 """Probes the installed SGLang: `python -m asyncrl.inference.sglang.probe [--keep] [--experts] [--model ARCHITECTURE]
 [SERVER_ARGUMENT...]`.
 
-Exit code 0: it can be used, also for rollout.interrupt=keep, record_experts and the model, where these are asked, and
-knows these arguments. 2: it cannot; the reason is on stdout.
+Exit code 0: SGLang is usable, also for everything asked (--keep: rollout.interrupt=keep, --experts: record_experts). 2:
+it is not; stdout has the reason.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def main() -> int:
     asked = parser.parse_args()
     import torch
 
+    # Must be set before the checks below import SGLang.
     if not torch.cuda.is_available():
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     try:

@@ -1,4 +1,4 @@
-"""What SGLang is asked: a `GenerationRequest` as the fields of SGLang's GenerateReqInput. Pure."""
+"""Converts a `GenerationRequest` to fields of SGLang's GenerateReqInput. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from asyncrl.types import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request on the way to the host process.
+    """One request as sent to the host process.
 
     Attributes:
-        rid: unique and of fixed length: SGLang aborts by prefix.
-        filters: parameters of `logit_filter`, which does what SGLang's own filters would; None without any.
-        stops: tokens that end the response and that SGLang does not look at; the host does.
-        experts: the experts of the tokens are wanted too.
+        rid: unique and of fixed length, because SGLang aborts by prefix.
+        filters: parameters of `host.LogitFilter`, which replaces SGLang's own filters; None: no filters.
+        stops: stop tokens that SGLang ignores and the host checks.
+        experts: record the experts of the tokens.
     """
 
     rid: str
@@ -31,16 +31,16 @@ class Asked:
 
 
 def asked(request: GenerationRequest, *, rid: str, extra_key: str, vocab_size: int, eos: Collection[int]) -> Asked:
-    """The request as SGLang takes it.
+    """Converts the request, working around two limits of SGLang:
 
-    SGLang reports log-probabilities before its top-p and top-k, and bars no stop token where it has no tokenizer: a
-    request with any of these goes through `logit_filter` instead.
+    It reports log-probabilities before its top-p and top-k, and ignores min_tokens if it has no tokenizer. Requests
+    with any of the three go through `host.LogitFilter` instead.
 
-    SGLang always looks at the model's own end tokens, or at no stop token at all. Only `stop_token_ids` end a response
-    here; the host looks at them where the model has an end token that is not among them.
+    It checks either the model's own end tokens in addition to `stop_token_ids`, or no stop token at all. Here only
+    `stop_token_ids` may end a response, so the host checks them if the model has an end token that is not among them.
 
     Args:
-        extra_key: requests with the same one share the KV cache of prompts.
+        extra_key: requests with equal keys share the KV cache of prompts.
         eos: the model's own end tokens.
     """
     sampling = request.sampling
@@ -54,6 +54,7 @@ def asked(request: GenerationRequest, *, rid: str, extra_key: str, vocab_size: i
     }
     if native:
         params["stop_token_ids"] = stops
+    # Greedy requests (temperature 0) need no top-p or top-k.
     filters: dict[str, Any] = {}
     if sampling.temperature and sampling.top_p < 1:
         filters["top_p"] = sampling.top_p

@@ -1,4 +1,4 @@
-"""Which SGLang can be used, and what the one that is installed can do."""
+"""Checks the installed SGLang and its optional features."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ NEEDED = {
 
 _PROBE_S = 300.0
 KEEP = "--keep"
-"""Asks the probe about `rollout.interrupt=keep`."""
+"""Probe option for `rollout.interrupt=keep`."""
 EXPERTS = "--experts"
-"""Asks the probe about `record_experts`."""
+"""Probe option for `record_experts`."""
 MODEL = "--model"
-"""Asks the probe about the architecture that follows."""
+"""Probe option for an architecture."""
 _MODELS = "sglang.srt.models"
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What only some versions of SGLang have.
+    """Features that only some versions of SGLang have.
 
     Attributes:
         update_session: weights are updated between `begin_weight_update` and `end_weight_update`.
-        version_spans: a finished response says which of its tokens were sampled under which version.
-        experts: a finished response has the experts of its tokens.
+        version_spans: a finished response reports the version of each token.
+        experts: a finished response reports the experts of its tokens.
         filtered_logprobs: log-probabilities after top-p and top-k.
     """
 
@@ -78,17 +78,17 @@ def abilities() -> Abilities:
 
 
 def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
-    """SGLang runs nearly every decoder; it is sent prompts of token ids, and those of an encoder are no prompt that a
-    response continues."""
+    """SGLang runs nearly every decoder. Encoder-decoder models are refused: a response does not continue the encoder's
+    input."""
     del context_tokens
     return ["an encoder beside the decoder"] * facts.is_encoder_decoder
 
 
 def check_installed(rollout: RolloutConfig, facts: ModelFacts) -> None:
-    """Probes the installed SGLang in a process of its own: the import takes seconds and changes the process.
+    """Probes the installed SGLang in a separate process: the import takes seconds and changes the process.
 
-    Raises ConfigError as `check_sglang`; a name in `server_args` that SGLang does not know; `keep` with an SGLang that
-    keeps no count of versions; experts that it does not tell; a model as `check_model`; no answer in time.
+    Raises ConfigError: errors of `check_sglang`, `check_server_args`, `check_keep`, `check_experts` or
+    `check_architecture`, or no answer in time.
     """
     asked = "rollout.engine=sglang"
     command = [sys.executable, "-m", "asyncrl.inference.sglang.probe", *rollout.sglang.server_args]
@@ -100,6 +100,7 @@ def check_installed(rollout: RolloutConfig, facts: ModelFacts) -> None:
     except subprocess.TimeoutExpired as error:
         found = f"SGLang was not imported within {_PROBE_S:g} s"
         raise ConfigError(explain(asked, found, "try `python -c 'import sglang'`")) from error
+    # 2: the probe's own message. Any other failure: the import itself broke.
     if done.returncode == 2:
         raise ConfigError(done.stdout.strip())
     if done.returncode:
@@ -108,7 +109,7 @@ def check_installed(rollout: RolloutConfig, facts: ModelFacts) -> None:
 
 
 def check_server_args(names: Sequence[str]) -> None:
-    """Raises ConfigError: SGLang has no argument of one of these names. Imports SGLang."""
+    """Raises ConfigError: SGLang lacks one of these arguments. Imports SGLang."""
     from sglang.srt.server_args import ServerArgs
 
     known = inspect.signature(ServerArgs).parameters
@@ -123,8 +124,8 @@ def check_server_args(names: Sequence[str]) -> None:
 
 
 def check_keep() -> None:
-    """Raises ConfigError: SGLang does not say which tokens were sampled under which weights, so that nothing would show
-    a wrong stamp. Imports SGLang."""
+    """Raises ConfigError: SGLang does not report the version of each token, so that a wrong stamp would go unnoticed.
+    Imports SGLang."""
     if not abilities().version_spans:
         found = f"SGLang {version_of(('sglang',))} keeps no count of the versions that a response was sampled under"
         raise ConfigError(
@@ -133,8 +134,8 @@ def check_keep() -> None:
 
 
 def check_experts() -> None:
-    """Raises ConfigError: SGLang does not tell the experts of its tokens, or not which of these were sampled under
-    which weights: they arrive together at the end of a response. Imports SGLang."""
+    """Raises ConfigError: SGLang does not report experts, or the version of each token, which is needed because experts
+    arrive only at the end of a response. Imports SGLang."""
     found = abilities()
     if not (found.experts and found.version_spans):
         told = f"SGLang {version_of(('sglang',))} tells no experts, or no versions, of the tokens of a response"
@@ -143,25 +144,26 @@ def check_experts() -> None:
 
 
 def check_architecture(name: str, extra_package: str | None = None) -> None:
-    """Imports SGLang's modules that know the class, and no others: all of them take a minute.
+    """Looks for a model class. Imports only SGLang's modules that mention it: all of them would take a minute.
 
     Args:
-        extra_package: has models beside SGLang's own.
+        extra_package: a package with further models.
 
-    Raises ConfigError: neither SGLang nor transformers has a class of this name that SGLang can use here.
+    Raises ConfigError: neither SGLang nor transformers has a usable class of this name.
     """
     asked = f"rollout.engine=sglang with a {name}"
     found = f"SGLang {version_of(('sglang',))} has no model of that name, and transformers none that SGLang can use"
     for module in _modules_with(name, [_MODELS, *([extra_package] if extra_package else [])]):
         try:
             entries = getattr(import_module(module), "EntryClass", ())
-        except (ImportError, AttributeError, RuntimeError, OSError) as error:  # a kernel that is missing here
+        except (ImportError, AttributeError, RuntimeError, OSError) as error:  # such as a missing kernel
             found = f"{module} cannot be imported: {type(error).__name__}: {error}"
             continue
         if name in [entry.__name__ for entry in (entries if isinstance(entries, Sequence) else [entries])]:
             return
     import transformers
 
+    # SGLang can also run classes of transformers that support its attention backend.
     other = getattr(transformers, name, None)
     if other is not None and getattr(other, "is_backend_compatible", bool)():
         return
@@ -170,7 +172,7 @@ def check_architecture(name: str, extra_package: str | None = None) -> None:
 
 
 def _modules_with(name: str, packages: Sequence[str]) -> list[str]:
-    """Modules whose text has the word."""
+    """Modules whose source contains the word `name`."""
     word = re.compile(rf"\b{re.escape(name)}\b")
     places = [(package, Path(place)) for package in packages for place in import_module(package).__path__]
     files = [(package, file) for package, place in places for file in sorted(place.glob("*.py"))]
@@ -178,6 +180,6 @@ def _modules_with(name: str, packages: Sequence[str]) -> list[str]:
 
 
 def check_sglang() -> None:
-    """Imports SGLang and probes it. Raises ConfigError as `check_package`."""
+    """Imports SGLang and checks `NEEDED`. Raises the ConfigError of `check_package`."""
     install = f"install sglang{TESTED} in an environment of its own, or set rollout.engine=torch"
     check_package("sglang", NEEDED, tested=TESTED, install=install, distributions=("sglang",))

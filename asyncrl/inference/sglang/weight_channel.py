@@ -1,7 +1,7 @@
-"""Orders from the replica to SGLang's schedulers, and their answers: files of a directory that only their user reads.
+"""Orders from the replica to SGLang's schedulers, and their answers, as files in a private directory.
 
-SGLang hands its schedulers named tensors and returns whether that raised. An order goes by the name of a file, as the
-name of an empty tensor; what a scheduler made of it, digest or error, comes back in another file.
+SGLang passes only named tensors to its schedulers, and returns only success or failure. So an order is a file whose
+name is passed as the name of an empty tensor; each scheduler writes its digest or error to another file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.types import Manifest, TransferSource
 
 LOADER = "asyncrl.inference.sglang.weight_loader.load"
-"""What SGLang calls in its schedulers."""
+"""The function that SGLang calls in its schedulers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class PublishOrder:
 
     Attributes:
         source: its `receiver` is the number of the scheduler with tensor-parallel rank 0.
-        deadline_s: of the publish, by the machine's monotonic clock.
+        deadline_s: of the publish, on the machine's monotonic clock.
         path, revision, trust_remote_code: of the model's files.
-        after_failure: the weights are not known to be those of the last publish.
+        after_failure: the weights may differ from the last publish.
     """
 
     manifest: Manifest
@@ -40,14 +40,14 @@ class PublishOrder:
 
 
 class WeightChannel:
-    """The replica's side."""
+    """The replica's side: writes orders and reads the answers of all schedulers."""
 
     def __init__(self, directory: Path, workers: int) -> None:
         self._directory = directory
         self._workers = workers
 
     def write(self, order: PublishOrder) -> str:
-        """Returns the name that the schedulers find it by."""
+        """Writes an order; returns its name for the schedulers."""
         name = f"publish-{order.manifest.publish_id}"
         (self._directory / name).write_bytes(pickle.dumps(order))
         return name
@@ -64,17 +64,18 @@ class WeightChannel:
 
 
 def read_order(name: str) -> PublishOrder:
-    """A scheduler's side."""
+    """The scheduler's side."""
     return pickle.loads((_directory() / name).read_bytes())  # from the process above this one
 
 
 def write_outcome(name: str, rank: int, outcome: Sequence[Any]) -> None:
     path = _directory() / f"{name}.{rank}"
+    # The rename makes the outcome appear complete or not at all.
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(pickle.dumps(list(outcome)))
     unfinished.rename(path)
 
 
 def _directory() -> Path:
-    """Of this process, set by the replica for all of SGLang's."""
+    """TMPDIR, which the replica sets for all of SGLang's processes."""
     return Path(tempfile.gettempdir())

@@ -1,4 +1,4 @@
-"""What SGLang calls in its scheduler processes for a publish."""
+"""Custom weight loader that SGLang calls in its scheduler processes for a publish."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UPDATES: WeakKeyDictionary[torch.nn.Module, WorkerUpdate] = WeakKeyDictionary()
 
 
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, Any]]) -> None:
-    """SGLang's custom weight loader: receives one publish into `model`. An exception would end the scheduler."""
+    """Receives one publish into `model`. Never raises: an exception would kill the scheduler."""
     name, _, number = named_tensors[0][0].partition(":")
     rank = int(number)
     try:
@@ -53,7 +53,7 @@ def _make_update(model: torch.nn.Module, order: PublishOrder) -> WorkerUpdate:
 
 
 class SglangLoader:
-    """A `WeightLoader` over the model's own `load_weights`, which takes the tensors of a checkpoint one by one."""
+    """A `WeightLoader` over the model's `load_weights`, which takes checkpoint tensors one by one."""
 
     computes_together = False
 
@@ -70,7 +70,7 @@ class SglangLoader:
             raise WeightTransferError(explain(asked, f"the model's has shape {shape}", _DO))
 
     def start(self, names: Collection[str] | None) -> None:
-        """SGLang was told to begin by its own call."""
+        """Nothing to do: the host calls SGLang's begin_weight_update."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
         published: set[str] = set()
@@ -82,6 +82,7 @@ class SglangLoader:
                 last[0] = f"tensor {name!r} {tuple(tensor.shape)}"
                 yield name, tensor
 
+        # A partial publish leaves most parameters unwritten, so marks would prove nothing.
         probes = _Probes(self._model) if names is None else None
         try:
             with torch.no_grad():
@@ -101,15 +102,15 @@ class SglangLoader:
             raise WeightTransferError(explain("load a publish of the whole model", found, do))
 
     def finish(self) -> None:
-        """SGLang is told to finish by its own call."""
+        """Nothing to do: the host calls SGLang's end_weight_update."""
 
     def abandon(self) -> None:
-        """The next publish brings all tensors."""
+        """Nothing to do: the next publish sends all tensors."""
 
 
 class _Probes:
-    """Marks in every parameter, to find those that a publish of the whole model leaves as they are: SGLang passes over
-    names that it does not know."""
+    """NaN marks in every parameter that reveal parameters not written by a publish of the whole model: SGLang silently
+    skips unknown names."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._marked = []
@@ -122,7 +123,7 @@ class _Probes:
                 flat[at] = torch.nan
 
     def untouched(self) -> list[str]:
-        """Names of the parameters of which no mark was written over; gives them what they had."""
+        """Names of parameters with all marks intact. Restores the values under the remaining marks."""
         names = []
         for name, flat, at, before in self._marked:
             gone = flat[at].isnan()
@@ -133,9 +134,9 @@ class _Probes:
 
 
 def _checkpoint_shapes(order: PublishOrder) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Shapes of the tensors of the model's checkpoint by name, and of those that it may have besides: parameters that
-    are tied to others. Both are empty for a model that transformers does not know, or whose experts it arranges in an
-    unknown way; SGLang's loader then has to find what is wrong."""
+    """Shapes by name of the checkpoint's required tensors and of its optional ones (tied parameters). Both are empty
+    for a model that is unknown to transformers or has an unknown layout of experts; only SGLang's loader then finds
+    errors."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -146,6 +147,7 @@ def _checkpoint_shapes(order: PublishOrder) -> tuple[dict[str, tuple[int, ...]],
     except (ValueError, ImportError, OSError) as error:
         logger.warning("the shapes of a publish are not checked before SGLang loads them: %s", error)
         return {}, {}
+    # On the meta device the model has shapes but no memory.
     own = dict(model.named_parameters())
     if any(is_fused(name) for name in own) and config.model_type not in MODEL_TYPES:
         return {}, {}

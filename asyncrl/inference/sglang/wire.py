@@ -1,4 +1,4 @@
-"""What goes between the replica and SGLang's process: pickled frames, each after its length."""
+"""Frames between the replica and SGLang's process: a length, then a pickle."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Decides which requests enter an engine that would queue requests itself, as vLLM does. Pure, given the clock.
+"""Admission queue before an engine that has a queue itself, like vLLM. Pure, given the clock.
 
-A request that waits inside the engine would start after a publish with the cache salt of the old weights, and a pause
-could not tell it from a running one. So the engine gets at most as many requests as it decodes at once and has KV cache
-for, and none while it is paused.
+A request queued inside the engine would start after a publish with the cache salt of the old weights, and a pause could
+not distinguish it from a running one. So the engine gets only as many requests as it can decode concurrently and has KV
+cache for, and none while it is paused.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Stream = TypeVar("Stream")
 
 
 def enqueue(waiting: deque[Stream], new: Stream, is_resumed: Callable[[Stream], bool]) -> int:
-    """Puts `new` at the end, or, if it is resumed, behind the resumed ones at the front; returns its place.
+    """Puts `new` at the end or, if it is resumed, behind the resumed requests at the front; returns its place.
 
-    A publish interrupts responses just before the groups of a further step begin. Behind all of these, the one that
-    had nearly ended would be the last of its group by far, and its whole step would wait, or be older.
+    A publish interrupts responses just before the groups of a further step begin. An interrupted response queued behind
+    all of them would delay the rest of its nearly finished group, and with it a whole step.
     """
     place = len(waiting)
     if is_resumed(new):
@@ -28,15 +28,15 @@ def enqueue(waiting: deque[Stream], new: Stream, is_resumed: Callable[[Stream], 
 
 
 class EngineQueue(Generic[Stream]):
-    """A queue before `limit` places, and a gate that begins closed. Resumed streams are before the others; otherwise
-    none overtakes another.
+    """A queue before `limit` places, with a gate that is initially closed. Resumed streams go first; otherwise first
+    come, first served.
 
     Args:
-        start: called for each stream that gets a place, in the order of the queue.
+        start: called for each stream that gets a place, in queue order.
         clock: seconds, monotonic.
-        fits: whether there is room for a stream beside the running ones; True where none run. Asked for the first in
-            the queue, at each change and by `ask_again`.
-        is_resumed: whether a stream goes on with a response that had a place before.
+        fits: whether a stream has room in addition to the running ones; must be True if none run. Asked for the head of
+            the queue at each change and by `ask_again`.
+        is_resumed: whether a stream continues a response that had a place before.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class EngineQueue(Generic[Stream]):
 
     @property
     def busy_s(self) -> float:
-        """Time with at least one stream running, pauses included."""
+        """Time with at least one running stream, pauses included."""
         return self._busy_s + (0.0 if self._busy_since is None else self._clock() - self._busy_since)
 
     def enter(self, stream: Stream) -> None:
-        if enqueue(self.waiting, stream, self._is_resumed) == 0:  # otherwise the first one waits as before
+        if enqueue(self.waiting, stream, self._is_resumed) == 0:  # otherwise the head of the queue is unchanged
             self._admit()
 
     def leave(self, stream: Stream) -> None:
-        """Removes a stream that has ended, running or queued; its place goes to the next one."""
+        """Removes an ended stream, running or queued; its place goes to the next one."""
         if stream in self.running:
             self.running.remove(stream)
         elif stream in self.waiting:
@@ -86,11 +86,12 @@ class EngineQueue(Generic[Stream]):
         self._admit()
 
     def ask_again(self) -> None:
-        """The running streams have come nearer to their ends."""
+        """Checks the head again, because the running streams have come closer to their ends."""
         self._admit()
 
     def _admit(self) -> None:
         while self._open and self.waiting and len(self.running) < self._limit:
+            # Smaller requests must not overtake the head, which could wait forever.
             if not self._fits(self.waiting[0], self.running):
                 break
             stream = self.waiting.popleft()

@@ -1,4 +1,4 @@
-"""Holds requests back from an engine whose KV cache has no room for them."""
+"""Holds requests back while an engine's KV cache has no room for them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 class KvAdmission:
-    """What the queue before an engine asks about room. Owns the `KvRoom` of the engine's cache, once its size is known;
-    before that, where the engine does not tell it, and with mode off, there is always room."""
+    """Tells an engine's queue whether a request fits. Owns the `KvRoom` of the engine's cache. Every request fits while
+    the cache size is unknown, and with mode off."""
 
     def __init__(self, mode: KvAdmissionMode, *, shares_prompts: bool) -> None:
         """`shares_prompts`: requests with equal prompts and weights share the blocks of the prompt."""
@@ -23,18 +23,18 @@ class KvAdmission:
         self._shares_prompts = shares_prompts and mode == "expected"  # a prompt in parts may be computed twice
         self._room: KvRoom | None = None
         self._sampled = 0
-        """Tokens sampled since a request had no room; `ask_again` is due after some."""
+        """Tokens sampled since a request was last checked; see `KvRoom.worth_asking_again`."""
 
     def learn(self, capacity: KvCapacity | None) -> None:
-        """`capacity`: of the engine that has started; None: it does not tell."""
+        """`capacity`: of the started engine; None: not reported."""
         if capacity is None and self._mode != "off":
             logger.warning("the engine does not tell the size of its KV cache: kv_admission=%s is off", self._mode)
         if capacity is not None and self._mode != "off":
             self._room = KvRoom(capacity, full=self._mode == "full")
 
     def fits(self, stream: RequestStream, running: Sequence[RequestStream], weights: int) -> bool:
-        """Whether the stream may join those running. `weights`: a number for each set of weights; prompts that were
-        computed with others are not shared."""
+        """Whether the stream may join the running ones. `weights`: number of the current weights; only prompts computed
+        with the same weights are shared."""
         if self._room is None:
             return True
         self._sampled = 0
@@ -43,14 +43,14 @@ class KvAdmission:
         return self._room.fits(_occupant(stream), [_occupant(other) for other in running])
 
     def sampled(self, num_tokens: int) -> bool:
-        """Counts tokens of any stream. True: the queue should be asked again."""
+        """Counts tokens of any stream. True: the queue should check its head again."""
         if self._room is None:
             return False
         self._sampled += num_tokens
         return self._sampled >= self._room.worth_asking_again
 
     def ended(self, stream: RequestStream) -> None:
-        """The response ended by itself, or at its limit."""
+        """The response ended at a stop token or its limit."""
         if self._room is not None and stream.request.sampling.score_from is None:
             self._room.ended(stream.request.first_position + stream.num_tokens)
 
@@ -69,5 +69,5 @@ def _occupant(stream: RequestStream) -> Occupant:
 
 
 def _limit(request: GenerationRequest) -> int:
-    """Tokens that the engine may sample; one where the tokens are only scored."""
+    """Tokens that the engine may sample; one if the request only scores."""
     return request.sampling.max_tokens if request.sampling.score_from is None else 1

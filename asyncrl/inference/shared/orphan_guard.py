@@ -1,4 +1,4 @@
-"""Ends the processes of an engine when the process that runs the engine ends, however it ends. Linux."""
+"""Kills an engine's processes when the owning process ends for any reason. Linux."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from asyncrl.workers.sandbox.confine import die_with_parent
 
 
 def die_with(owner_pid: int) -> None:
-    """Ties this process, and the one above it unless that is the owner, to the process `owner_pid`.
+    """Ties this process, and its parent unless that is the owner, to the process `owner_pid`.
 
     The kernel kills this process when the thread that created it ends. A thread here also watches the owner and kills
-    the parent: with several workers vLLM's EngineCore runs none of our code, so its workers must end it. Returns at
-    once.
+    the parent: with several workers vLLM's EngineCore runs none of our code, so its workers must kill it. Returns
+    immediately.
     """
     die_with_parent()
     parent = os.getppid()
@@ -25,7 +25,7 @@ def die_with(owner_pid: int) -> None:
 
 
 def when_ended(pid: int, then: Callable[[], None]) -> None:
-    """Calls `then` when the process ends, in a thread; at once if it has ended. Returns at once otherwise."""
+    """Calls `then` in a thread when the process ends, or directly if it has ended already."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -35,7 +35,7 @@ def when_ended(pid: int, then: Callable[[], None]) -> None:
 
 
 def when_closed(connection: socket.socket, then: Callable[[], None]) -> None:
-    """Calls `then` when the other end of a connection closes, in a thread. Returns at once."""
+    """Calls `then` in a thread when the other end of a connection closes."""
     arguments = connection.fileno(), then, select.POLLRDHUP
     threading.Thread(target=_watch, args=arguments, name="connection-watch", daemon=True).start()
 
@@ -48,7 +48,7 @@ def _watch(descriptor: int, then: Callable[[], None], events: int = select.POLLI
 
 
 def _kill(parent: int, owner_pid: int) -> None:
-    """Kills the parent as long as it is still the parent and not the owner, then this process."""
+    """Kills the parent, if it is unchanged and not the owner, then this process."""
     if parent not in (owner_pid, 1) and os.getppid() == parent:
         os.kill(parent, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

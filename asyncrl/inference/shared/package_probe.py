@@ -1,4 +1,4 @@
-"""Which version of an engine's package can be used: probed by what it has, not by its version alone."""
+"""Checks that an engine's installed package is usable, by its API rather than by its version number."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Needed = Mapping[str, tuple[str, ...]]
 
 
 def check_package(package: str, needed: Needed, *, tested: str, install: str, distributions: tuple[str, ...]) -> None:
-    """Imports the package, which takes seconds, and probes it; where it is not installed nothing is imported.
+    """Imports the package, which takes seconds, and checks it for `needed`.
 
     Args:
         tested: the versions that the tests run against.
-        install: what to do where the package is missing.
+        install: what to do if the package is missing.
         distributions: names that the package may be installed under.
 
-    Raises ConfigError: it is missing, cannot be imported, or lacks something that the adapter calls.
+    Raises ConfigError: the package is missing, cannot be imported, or lacks something that the adapter calls.
     """
     asked = f"rollout.engine={package}"
     if find_spec(package) is None:
@@ -39,7 +39,7 @@ def check_package(package: str, needed: Needed, *, tested: str, install: str, di
 
 
 def version_of(distributions: tuple[str, ...]) -> str:
-    """The version of whichever of the distributions is installed; "of unknown version" if none says so."""
+    """Version of the installed distribution, or "of unknown version"."""
     for name in distributions:
         try:
             return metadata.version(name)
@@ -49,7 +49,7 @@ def version_of(distributions: tuple[str, ...]) -> str:
 
 
 def lacks(target: str, names: tuple[str, ...]) -> list[str]:
-    """What of `target`, `module:attribute`, is missing: itself, or `target(name)`."""
+    """The missing parts of `target` (`module:attribute`): itself, or `target(name)`."""
     module, _, path = target.partition(":")
     try:
         found: Any = import_module(module)
@@ -57,6 +57,7 @@ def lacks(target: str, names: tuple[str, ...]) -> list[str]:
             found = getattr(found, part)
     except (ModuleNotFoundError, AttributeError) as error:
         package = module.partition(".")[0]
+        # A missing dependency is a broken installation, not an older API.
         if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(package):
             raise
         return [f"{module}.{path}"]

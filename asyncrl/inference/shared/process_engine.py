@@ -1,4 +1,4 @@
-"""The part of an adapter that is the same for every engine which samples in processes of its own."""
+"""Base class of the adapters to engines that sample in separate processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProcessEngine(ABC, Generic[S]):
     """An `InferenceEngine` over a package that samples in other processes.
 
     Owns the requests from the queue to their last chunk, the pause, the version, and the end of the engine. A subclass
-    implements the calls of its package: the abstract methods, which only this class calls.
+    implements the calls of its package as abstract methods, which only this class calls.
 
     Until a version is committed, requests wait: placeholder weights sample nothing.
     """
@@ -45,7 +45,7 @@ class ProcessEngine(ABC, Generic[S]):
     _scores: ClassVar[bool] = False
     """The engine scores given tokens (`SamplingParams.score_from`)."""
     _max_top: int | None = None
-    """Largest `SamplingParams.score_top`; None: the vocabulary."""
+    """Largest `SamplingParams.score_top`; None: vocabulary size."""
     _records: tuple[str, ...] = ()
     """As `misfit`."""
 
@@ -58,12 +58,13 @@ class ProcessEngine(ABC, Generic[S]):
         load_real_weights: bool,
         kv_admission: KvAdmission | None = None,
     ) -> None:
-        """`load_real_weights`: start as version 0; otherwise with version None. `kv_admission`: None asks for no room
-        in a KV cache."""
+        """`load_real_weights`: start as version 0; otherwise with version None. `kv_admission`: None admits every
+        request."""
         self._model = model
         self._context_tokens = context_tokens
         self._real_weights = load_real_weights
         self._kv = kv_admission or KvAdmission("off", shares_prompts=False)
+        # The salt is read at each check: it changes with every publish.
         self._queue: EngineQueue[S] = EngineQueue(
             max_running,
             self._send,
@@ -80,12 +81,12 @@ class ProcessEngine(ABC, Generic[S]):
         """Set with the reason when the engine dies or is stopped."""
         self._closed = False
         self._paused: bool | None = False
-        """Whether the processes are frozen; None while a call that changes it has no answer, also if nobody waits for
-        that any more."""
+        """Whether the processes are frozen; None while a freeze or unfreeze call is unanswered, even if its caller gave
+        up."""
         self._closings = 0
         self._version: int | None = None
         self._salt = 0
-        """Counts sets of weights: the KV cache of a prompt is found only by requests with the same number."""
+        """Counts weight changes. The KV cache of a prompt is shared only by requests with the same salt."""
         self._generated = 0
 
     # -- what a subclass implements ------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class ProcessEngine(ABC, Generic[S]):
     def _vocab_size(self) -> int: ...
 
     def _kv_capacity(self) -> KvCapacity | None:
-        """Of the engine, which has started; None where it does not tell."""
+        """KV cache size of the started engine; None if it does not report one."""
         return None
 
     @abstractmethod
@@ -119,7 +120,7 @@ class ProcessEngine(ABC, Generic[S]):
 
     @abstractmethod
     async def _abort_inside(self, streams: list[S]) -> None:
-        """Makes the engine end these streams, which it has; each gets a last output."""
+        """Makes the engine end these streams, which have entered it; each gets a last output."""
 
     @abstractmethod
     async def _freeze_inside(self) -> None:
@@ -130,8 +131,7 @@ class ProcessEngine(ABC, Generic[S]):
 
     @abstractmethod
     async def _settle(self) -> None:
-        """Frozen: returns when everything that the engine has sampled is in the streams, and no running stream has a
-        fate."""
+        """Called while frozen. Returns when all sampled tokens are in the streams and no running stream has a fate."""
 
     @abstractmethod
     async def _announce(self, version: int) -> None:
@@ -144,10 +144,11 @@ class ProcessEngine(ABC, Generic[S]):
     # -- the protocol --------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Also raises ConfigError: the package is missing, or its version cannot be used."""
+        """Also raises ConfigError: the package is missing or its version is unusable."""
         if self._ended is not None:
             raise GenerationError(explain("start", "the engine was started before", "make a new engine"))
         self._ended = asyncio.get_running_loop().create_future()
+        # `stop` may come during the launch, which takes minutes and is then cancelled.
         launching = asyncio.ensure_future(self._launch())
         try:
             await asyncio.wait((launching, self._ended), return_when=asyncio.FIRST_COMPLETED)
@@ -204,6 +205,7 @@ class ProcessEngine(ABC, Generic[S]):
         self._closings += 1
         self._set_gate()
         if mode == "drain" and not self._paused and self._queue.running:
+            # Queued requests stay queued; the last running one to finish sets the future.
             drained = asyncio.get_running_loop().create_future()
             self._drains.add(drained)
             await drained
@@ -222,7 +224,7 @@ class ProcessEngine(ABC, Generic[S]):
                 self._paused = None
                 await self._ask(self._unfreeze_inside())
                 self._paused = False
-        if closings == self._closings:  # no pause came meanwhile
+        if closings == self._closings:  # no pause came during the calls above
             self._closed = False
             self._set_gate()
 
@@ -254,14 +256,14 @@ class ProcessEngine(ABC, Generic[S]):
     # -- for a subclass ------------------------------------------------------------------------------------------
 
     def _begin_load(self, asked: str) -> None:
-        """The weights that follow are other ones. Raises WeightTransferError: the engine samples."""
+        """The weights are about to change. Raises WeightTransferError: the engine is sampling."""
         self._require_alive()
         if not self._paused:
             raise WeightTransferError(explain(asked, "the engine is sampling", "await pause(...) before a publish"))
         self._salt += 1  # also without a new version: no prompt may use the KV cache of other weights
 
     async def _publish(self, asked: str, calls: Awaitable[T]) -> T:
-        """Awaits calls of a publish. Raises WeightTransferError: the engine died meanwhile."""
+        """Awaits the calls of a publish. Raises WeightTransferError: the engine died first."""
         assert self._ended is not None, "the engine was started"
         publishing = asyncio.ensure_future(calls)
         try:
@@ -275,11 +277,11 @@ class ProcessEngine(ABC, Generic[S]):
     # -- requests ------------------------------------------------------------------------------------------------
 
     def _send(self, stream: S) -> None:
-        """Sends a stream to the engine; the queue calls this when the stream has a place."""
+        """Sends a stream to the engine; called by the queue once the stream has a place."""
         self._spawn(self._serve(stream), f"{self.key} {stream.request.request_id}")
 
     async def _serve(self, stream: S) -> None:
-        """Moves what the engine samples for one request into its stream."""
+        """Moves one request's outputs into its stream."""
         request = stream.request
         try:
             await self._sample(stream)
@@ -293,10 +295,11 @@ class ProcessEngine(ABC, Generic[S]):
             self._finish(stream, self._failed(f"generate {request.request_id!r}", f"{type(error).__name__}: {error}"))
 
     def _hand_over(self, stream: S, chunks: list[TokenChunk], *, is_last: bool) -> None:
-        """Takes the chunks of one output; `_sample` calls it. Drops the last output of a request that starts again: it
-        has no token."""
+        """Delivers the chunks of one output; called by `_sample`. A requeued request's last output has no token and is
+        dropped."""
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         self._generated += num_tokens
+        # `_freeze` took the stream out before its first token.
         if is_last and stream.fate == "requeue" and stream.num_tokens == 0:
             self._leave(stream)
             self._queue.requeue(stream)
@@ -312,12 +315,12 @@ class ProcessEngine(ABC, Generic[S]):
             self._queue.ask_again()
 
     def _leave(self, stream: S) -> None:
-        """Undoes the sending of the stream, so that it can be sent again."""
+        """Resets the stream so that it can be sent again."""
         stream.fate = None
         stream.entered.clear()
 
     def _finish(self, stream: S, last: TokenChunk | GenerationError) -> None:
-        """Frees the place first, so that a consumer that sees the last chunk finds it free."""
+        """Ends the stream. Frees its place first, so that the place is free when the consumer sees the last chunk."""
         if self._streams.get(stream.request.request_id) is stream:
             del self._streams[stream.request.request_id]
         self._queue.leave(stream)
@@ -326,7 +329,8 @@ class ProcessEngine(ABC, Generic[S]):
             self._end_drains(None)
 
     def _take_out(self, streams: Iterable[S]) -> None:
-        """Ends these streams with the tokens they have: queued ones at once, the others when the engine answers."""
+        """Ends these streams with the tokens so far: queued streams immediately, running ones when the engine
+        answers."""
         running: list[S] = []
         for stream in streams:
             if stream in self._queue.running:
@@ -334,14 +338,15 @@ class ProcessEngine(ABC, Generic[S]):
                 running.append(stream)
             else:
                 self._finish(stream, empty_chunk(stream.request, self._version, "abort"))
-        inside = [stream for stream in running if stream.entered.is_set()]  # `_sample` sees the fate of the others
+        # The fate is set before the abort is sent, so that a request about to enter ends too.
+        inside = [stream for stream in running if stream.entered.is_set()]  # for the others `_sample` checks the fate
         if inside:
             self._spawn(self._abort_inside(inside), f"{self.key}-abort")
 
     # -- pausing -------------------------------------------------------------------------------------------------
 
     def _forget_version(self) -> None:
-        """The weights are dropped: nothing is sampled before a commit has a version."""
+        """The weights are dropped: nothing is sampled until a commit with a version."""
         self._version = None
         self._salt += 1
         self._set_gate()
@@ -350,7 +355,7 @@ class ProcessEngine(ABC, Generic[S]):
         self._queue.set_open(not self._closed and self._version is not None and self._failure is None)
 
     async def _freeze(self) -> None:
-        """Returns when the engine samples nothing and everything that it had sampled is in the streams."""
+        """Stops sampling; returns when all sampled tokens are in the streams."""
         async with self._frozen:
             self._require_alive()
             for stream in list(self._queue.running):
@@ -361,7 +366,7 @@ class ProcessEngine(ABC, Generic[S]):
                 self._paused = True
             await self._settle()
             unborn = [s for s in self._queue.running if s.num_sampled == 0 and s.fate is None]
-            for stream in unborn:  # without tokens: they start again with the new weights
+            for stream in unborn:  # they have no tokens, so they restart with the new weights
                 stream.fate = "requeue"
             if unborn:
                 await self._ask(self._abort_inside(unborn[::-1]))
@@ -383,13 +388,14 @@ class ProcessEngine(ABC, Generic[S]):
             await asyncio.sleep(_WATCH_S)
 
     def _end(self, reason: str) -> None:
-        """Ends everything that waits for the engine with a GenerationError; the first reason counts."""
+        """Ends every wait for the engine with a GenerationError; the first reason counts."""
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
         if self._ended.done():
             return
         self._ended.set_result(reason)
         self._queue.set_open(False)
+        # Every consumer gets the reason as its last item.
         for stream in list(self._streams.values()) + list(self._queue.running):
             self._finish(stream, self._failed("generate", reason))
         self._end_drains(self._failed("pause(drain)", reason))
@@ -398,11 +404,13 @@ class ProcessEngine(ABC, Generic[S]):
                 task.cancel()
 
     async def _ask(self, call: Awaitable[T]) -> T:
-        """The answer of the engine. Raises GenerationError when it dies or is stopped first: it would never answer."""
+        """Awaits the engine's answer. Raises GenerationError if the engine dies or is stopped first: it would never
+        answer."""
         assert self._ended is not None
         answer = asyncio.ensure_future(call)
         await asyncio.wait((answer, self._ended), return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
+            # The death of the engine won the race.
             answer.cancel()
             self._require_alive()
         try:
@@ -443,6 +451,7 @@ class ProcessEngine(ABC, Generic[S]):
             max_top=self._max_top,
             records=self._records,
         )
+        # An id names the request's stream, so it must be unique among requests in flight.
         if found is None and request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")
         if found is not None:

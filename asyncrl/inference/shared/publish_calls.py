@@ -1,4 +1,4 @@
-"""The adapter's side of a publish: an engine's calls under one deadline, and what its workers made of them."""
+"""The adapter's side of a publish: the calls to an engine under one deadline, and the outcomes of its workers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from asyncrl.errors import AsyncRLError, DeadlineExceeded, TransferEnded, Weight
 from asyncrl.types import Digest, Manifest, TransferSource
 
 _GRACE_S = 2.0
-"""Time that an engine has beyond the deadline of its workers, so that their own error arrives."""
+"""Extra time beyond the workers' deadline, so that their error arrives first."""
 
 
 _Calls = Callable[[Manifest, TransferSource, float], Awaitable[Sequence[Sequence[Any]]]]
 
 
 class PublishCalls(ABC):
-    """Applies publishes to the workers of one engine, one after the other."""
+    """Applies publishes to the workers of one engine, one at a time."""
 
     def __init__(self, package: str) -> None:
         """`package`: the engine's name in messages."""
@@ -31,20 +31,21 @@ class PublishCalls(ABC):
 
     @abstractmethod
     async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
-        """All calls of one publish; returns `WorkerUpdate.outcome` of each worker. `self._joined` is the source of the
-        last publish that went well; None after one that did not."""
+        """Makes all calls of one publish; returns each worker's `WorkerUpdate.outcome`. `self._joined` is the source of
+        the last publish, or None if it failed."""
 
     async def receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        """As `InferenceEngine.load_weights`. After a cancellation or a missed deadline the calls still run to their
-        end: a publish that was left half done would block the next one."""
+        """Implements `InferenceEngine.load_weights`. The calls run to their end even after a cancellation or missed
+        deadline: a half-done publish would block the next one."""
         return await self._ended(self._update, manifest, source, timeout_s)
 
     async def _ended(
         self, calls: _Calls, manifest: Manifest, source: TransferSource, timeout_s: float
     ) -> Digest | None:
-        """As `receive`, by these calls."""
+        """Like `receive`, with these calls."""
         deadline = time.monotonic() + timeout_s
         asked = f"load the weights of publish {manifest.publish_id} within {timeout_s:g} s"
+        # An abandoned publish must end first: its calls would interleave with these.
         if self._publish is not None and not self._publish.done():
             await asyncio.wait((self._publish,), timeout=timeout_s)
             if not self._publish.done():
@@ -78,12 +79,12 @@ class PublishCalls(ABC):
 
 
 def agree(outcomes: Sequence[Sequence[Any]]) -> Digest | None:
-    """The digest that all workers computed; 0 for a tensor on which they differ, which no sender computes.
+    """The workers' common digest; 0, which no sender computes, for tensors on which they differ.
 
     Args:
         outcomes: per worker (name of the error class or "", message, digest or None).
 
-    Raises the first worker's error; that of a worker which only saw the transfer end comes last.
+    Raises the first worker's error, preferring causes over `TransferEnded`.
     """
     failed = sorted((o for o in outcomes if o[0]), key=lambda o: o[0] == TransferEnded.__name__)
     if failed:
@@ -101,6 +102,6 @@ def agree(outcomes: Sequence[Sequence[Any]]) -> Digest | None:
 
 
 def _look_at_the_error(task: asyncio.Task[Any]) -> None:
-    """A publish that nobody waits for any more may fail: its error was the deadline."""
+    """Marks the error of an abandoned publish as retrieved: its caller got DeadlineExceeded."""
     if not task.cancelled():
         task.exception()

@@ -1,18 +1,17 @@
-"""The checks that every engine makes before it accepts a `GenerationRequest`. Pure."""
+"""Checks of a `GenerationRequest` that are common to all engines. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 import numpy as np
-import torch
 
 from asyncrl.types import GenerationRequest
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""The range that vLLM serves: it replaces lower temperatures by 0.01 and refuses higher ones."""
+"""vLLM's range: it replaces lower temperatures by 0.01 and refuses higher ones."""
 MIN_TOP_P = 1e-6
-"""Below it float32 keeps no token at all."""
+"""Below this, float32 keeps no token at all."""
 MAX_TOP_K = 2**31 - 1
 _NO_SCORES = "score_from, and this engine does not score given tokens", "use torch or vllm"
 
@@ -28,7 +27,7 @@ def misfit(
     max_top: int | None = None,
     records: Collection[str] = (),
 ) -> tuple[str, str] | None:
-    """The fault of a request, and what to do about it; None when it can be served.
+    """Returns (found, do) of a request that cannot be served, else None.
 
     Args:
         engine: its name in a recipe.
@@ -66,7 +65,7 @@ def misfit(
 
 
 def _lacking(request: GenerationRequest, guided: bool, records: Collection[str]) -> tuple[str, str] | None:
-    """As `misfit`, of what only some engines can."""
+    """Like `misfit`, for features that only some engines have."""
     sampling = request.sampling
     if sampling.json_schema is not None and not guided:
         return (
@@ -91,7 +90,7 @@ def _lacking(request: GenerationRequest, guided: bool, records: Collection[str])
 def _misfit_of_scores(
     request: GenerationRequest, max_model_len: int, vocab_size: int, max_top: int | None
 ) -> tuple[str, str] | None:
-    """As `misfit`, of a request with `score_from`."""
+    """Like `misfit`, for a request with `score_from`."""
     prompt, start = request.prompt_ids, request.sampling.score_from or 0
     largest = vocab_size if max_top is None else min(max_top, vocab_size)
     if not 1 <= start < len(prompt):
@@ -106,28 +105,3 @@ def _misfit_of_scores(
         found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {vocab_size}"
         return found, "tokenize with the model's own tokenizer"
     return None
-
-
-def samplable_stops(request: GenerationRequest, vocab_size: int) -> list[int]:
-    """The distinct stop tokens that lie in the vocabulary; the others can never be sampled."""
-    return [i for i in dict.fromkeys(request.sampling.stop_token_ids) if 0 <= i < vocab_size]
-
-
-# Which tokens top-k and top-p leave.
-
-
-def kept_tokens(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[N, V] bool, the tokens that each row may draw.
-
-    Args:
-        logits: [N, V], after temperature.
-        top_k: [N] int64; V keeps all.
-        top_p: [N] float; 1 keeps all. It applies to what top-k left.
-    """
-    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
-    beyond_k = torch.arange(logits.shape[1], device=logits.device) >= top_k[:, None]
-    probabilities = torch.softmax(ordered.masked_fill(beyond_k, float("-inf")), dim=-1, dtype=torch.float64)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    # The token that crosses top_p is kept; with top_p=1 nothing may be lost to rounding.
-    beyond_p = (before >= top_p[:, None]) & (top_p < 1)[:, None]
-    return torch.zeros_like(beyond_k.expand_as(order)).scatter(1, order, ~(beyond_k | beyond_p))

@@ -1,4 +1,4 @@
-"""A publish in host memory, beside the model that serves: received while the engine samples, loaded at a pause."""
+"""A publish in host memory: received while the engine samples, loaded at a pause."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ _CPU = torch.device("cpu")
 
 
 class Staging:
-    """The tensors of one publish, in memory that is kept for the next one: as much as the weights have, for good."""
+    """The tensors of one publish. The buffers are reused by later publishes and permanently take as much memory as the
+    weights."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device`: the model's; for a GPU the memory is pinned."""
+        """`device`: the model's; buffers for a GPU are pinned."""
         self._device = device
         self._memory: dict[str, torch.Tensor] = {}
         self._whole: dict[str, torch.Tensor] = {}
 
     def sink(self, check: Callable[[TensorSpec], None]) -> StagingSink:
-        """For the next publish: what came before is dropped. `check` as in `CheckedSink`."""
+        """Sink of the next publish; drops the previous one. `check` as in `CheckedSink`."""
         self._whole.clear()
         return StagingSink(check, AssemblingSink(self._whole.__setitem__, self._take))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of what has come whole, in the order of the publish; valid until the next `sink`."""
+        """(name, tensor) of each complete tensor, in the order of the publish; valid until the next `sink`."""
         return iter(self._whole.items())
 
     def exchange(self, name: str, memory: torch.Tensor) -> None:
-        """The tensor of this name has gone to somebody who gives this one for the next; it is as large."""
+        """The caller keeps the staged tensor `name` and gives `memory`, of the same size, as buffer of the next
+        publish."""
         self._memory[name] = byte_view(memory)
 
     def _take(self, spec: TensorSpec) -> torch.Tensor:
@@ -48,7 +50,7 @@ class Staging:
 
 
 class StagingSink:
-    """A `DirectSink` in host memory, wherever the bytes come from. It refuses an unfit tensor before its bytes come."""
+    """A `DirectSink` into host memory that refuses an unfit tensor before its bytes arrive."""
 
     def __init__(self, check: Callable[[TensorSpec], None], inner: AssemblingSink) -> None:
         self._check = check

@@ -1,4 +1,4 @@
-"""One request inside an engine that answers over a connection: turns its outputs into chunks with exact versions."""
+"""Turns the outputs of one request, received over a connection, into chunks with exact versions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from asyncrl.types import GenerationRequest, TokenChunk
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What an engine has sampled of one request since the last output.
+    """Tokens of one request since its last output.
 
     Attributes:
-        rid: the engine's own id of the request; "" where the connection belongs to one request.
+        rid: the engine's id of the request; "" if the connection serves only this request.
         ids: [n] int32.
         logprobs: [n] float32.
         reason: stop, length or abort on the last output; None before.
-        spans: (version, index of its first response token) of the whole response, on the last output of an engine that
+        spans: (version, index of its first response token) of the whole response, on the last output, if the engine
             knows them.
-        experts: [T, L, k] int16 of the whole response, on the last output of an engine that recorded them; see
-            `TOKEN_ARRAYS`.
-        error: why the engine ended the request, if it refused it.
+        experts: [T, L, k] int16 of the whole response, on the last output, if recorded; see `TOKEN_ARRAYS`.
+        error: why the engine refused the request; "" if it did not.
     """
 
     rid: str
@@ -44,23 +43,23 @@ def end_output(rid: str = "", error: str = "") -> Output:
 
 
 class StampedStream(RequestStream):
-    """The adapter's record of one request to an engine that says at the end which tokens are of which version.
+    """Record of one request to an engine that reports the version of each token only at the end.
 
-    Tokens that arrive are of the version of the last commit: a pause returns when all earlier ones have arrived. Where
-    that cannot be known (`hold`), tokens wait for the end of the response: the engine then says which are of which
-    version, and what was stamped before is held against it. So do the tokens of a request whose experts are recorded:
-    these come at the end.
+    Arriving tokens get the version of the last commit, since a pause returns only after all earlier tokens have
+    arrived. If a pause cannot guarantee this (`hold`), tokens are held until the end of the response, when the engine
+    reports their versions. Earlier stamps are checked against that report. Tokens with recorded experts are held too:
+    the experts come at the end.
     """
 
     package: ClassVar[str] = ""
     """The engine's name in messages."""
     no_spans: ClassVar[tuple[str, str]] = ("", "")
-    """What is found, and what to do, where the engine does not say which token is of which version."""
+    """(found, do) of the error raised if the engine does not report versions."""
 
     def __init__(self, request: GenerationRequest) -> None:
         super().__init__(request)
         self._starts: list[tuple[str, int]] = []
-        """(version, index of its first response token) of the tokens handed over."""
+        """As `Output.spans`, of the tokens handed over."""
         self._held: list[Output] | None = None
 
     def enter(self) -> None:
@@ -68,11 +67,11 @@ class StampedStream(RequestStream):
         self._starts, self._held = [], [] if self.request.sampling.experts else None
 
     def hold(self) -> None:
-        """A commit comes, and tokens from before it may still arrive."""
+        """A commit follows, and tokens sampled before it may still arrive."""
         self._held = self._held or []
 
     def drop_held(self) -> None:
-        """The engine will not say of which versions the held tokens are: they count as never sampled."""
+        """Discards the held tokens: the engine will not report their versions."""
         self._held = None if self._held is None else []
 
     @property
@@ -80,9 +79,9 @@ class StampedStream(RequestStream):
         return self.num_tokens + sum(len(output.ids) for output in self._held or ())
 
     def take(self, output: Output, version: int | None) -> list[TokenChunk]:
-        """The chunks of one output, each of one version. `version`: of the last commit.
+        """Returns the chunks of one output, each of one version. `version`: of the last commit.
 
-        Raises GenerationError: the engine refused the request, or stamps its tokens in another way.
+        Raises GenerationError: the engine refused the request, or its report contradicts the stamps.
         """
         if output.error:
             raise self._failed(output.error, "look at the log of its process")
@@ -108,13 +107,14 @@ class StampedStream(RequestStream):
 
     def _released(self, last: Output) -> list[TokenChunk]:
         assert self._held is not None
+        # The held tokens leave as one piece, cut where the engine's report changes version.
         ids = np.concatenate([output.ids for output in self._held])
         logprobs = np.concatenate([output.logprobs for output in self._held])
         if not len(ids):
             return []
         extra = None
         if self.request.sampling.experts:
-            if last.experts is None and last.reason == "abort":  # the engine had no time to say them
+            if last.experts is None and last.reason == "abort":  # aborted before the engine could report them
                 return []
             if last.experts is None or len(last.experts) != self.num_tokens + len(ids):
                 found = f"experts of {0 if last.experts is None else len(last.experts)} tokens for {len(ids)}"

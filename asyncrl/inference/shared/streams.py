@@ -13,14 +13,15 @@ from asyncrl.errors import GenerationError, explain
 from asyncrl.types import FinishReason, GenerationRequest, TokenChunk
 
 NO_VERSION = -1
-"""On a chunk without tokens that ends before the first commit."""
+"""Stamp of an empty chunk that ends a request before the first commit."""
 
 Fate = Literal["abort", "requeue"]
-"""What follows when a request is taken out of the engine: it ends with the tokens so far, or is sent again."""
+"""What happens to a request taken out of the engine: it ends with the tokens so far, or is sent again."""
 
 
 class Mailbox:
-    """The queue of one request, for one consumer. asyncio.Queue supports many and costs twice as much per token."""
+    """The chunk queue of one request, for one consumer. `asyncio.Queue` supports many and costs twice as much per
+    token."""
 
     def __init__(self) -> None:
         self._items: deque[TokenChunk | GenerationError] = deque()
@@ -32,7 +33,7 @@ class Mailbox:
             self._waiter.set_result(None)
 
     async def get(self) -> TokenChunk | GenerationError:
-        """The oldest item; one consumer at a time. A cancelled call takes nothing."""
+        """Returns the oldest item; one consumer at a time. A cancelled call takes nothing."""
         if not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -40,7 +41,7 @@ class Mailbox:
 
 
 class RequestStream:
-    """The adapter's record of one request; an engine's own class adds how its outputs become chunks.
+    """The adapter's record of one request; subclasses turn an engine's outputs into chunks.
 
     `entered` is set once the engine has the request (or has refused it), `ended` once its last chunk is in `chunks`.
     """
@@ -49,16 +50,16 @@ class RequestStream:
         self.request = request
         self.chunks = Mailbox()
         self.num_tokens = 0
-        """Tokens that have been handed over."""
+        """Tokens handed over."""
         self.prompt_key: int | None = None
-        """The same for streams in the engine that share the KV cache of one prompt; None: it shares none."""
+        """Equal for streams in the engine that share a prompt's KV cache; None: not shared."""
         self.fate: Fate | None = None
         self.entered = asyncio.Event()
         self.ended = asyncio.Event()
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that have arrived, also those that wait to be handed over."""
+        """Tokens that have arrived, including tokens not yet handed over."""
         return self.num_tokens
 
     def cut(
@@ -68,8 +69,8 @@ class RequestStream:
         spans: Sequence[tuple[int, int, int]],
         extra: Mapping[str, np.ndarray] | None = None,
     ) -> list[TokenChunk]:
-        """Chunks of one version each, of tokens that follow those so far. `spans`: as `spans_of` returns them.
-        `extra`: further arrays of these tokens, as in a chunk."""
+        """Cuts the next tokens into chunks of one version each. `spans`: from `spans_of`. `extra`: as in a
+        `TokenChunk`."""
         self.num_tokens += len(ids)
         name, extra = self.request.request_id, extra or {}
         if len(spans) == 1:
@@ -82,7 +83,7 @@ class RequestStream:
     def finished(
         self, chunks: list[TokenChunk], version: int | None, reason: str, cached_tokens: int
     ) -> list[TokenChunk]:
-        """The same chunks, the last of which ends the response; `version` stamps an end without tokens.
+        """Marks the last chunk as the end of the response; `version` stamps an end without tokens.
 
         Raises GenerationError: the engine ended the request with an error.
         """
@@ -104,7 +105,7 @@ class RequestStream:
         return [*chunks, final]
 
     def end(self, last: TokenChunk | GenerationError) -> None:
-        """Puts the last item for the consumer; ignored when the stream has ended."""
+        """Puts the last item for the consumer; ignored if the stream has ended."""
         if not self.ended.is_set():
             self.ended.set()
             self.entered.set()
@@ -117,14 +118,14 @@ def empty_chunk(request: GenerationRequest, version: int | None, reason: FinishR
 
 
 def spans_of(starts: Sequence[tuple[str, int]], first: int, count: int) -> list[tuple[int, int, int]]:
-    """Cuts response tokens `[first, first + count)` where the version changes.
+    """Splits response tokens `[first, first + count)` where the version changes.
 
     Args:
-        starts: (version, index of its first response token), ascending: the engine's tags of the whole response.
+        starts: (version, index of its first response token), ascending, of the whole response.
 
     Returns: (version, start, stop), the latter two relative to `first`.
     """
-    if count and starts and starts[-1][1] <= first:  # nearly always: no publish since the last output
+    if count and starts and starts[-1][1] <= first:  # the usual case: no publish since the last output
         return [(int(starts[-1][0]), 0, count)]
     stop = first + count
     ends = [*(index for _, index in starts[1:]), stop]

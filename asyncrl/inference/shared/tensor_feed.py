@@ -1,4 +1,4 @@
-"""Hands tensors from the thread that receives them to the thread that loads them."""
+"""Hands tensors from the receiving thread to the loading thread."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from asyncrl.types import TensorSpec
 from asyncrl.weights.assembling_sink import AssemblingSink
 
 AHEAD_BYTES = 16 << 20
-"""Tensors wait until they are so many bytes: reception overlaps with loading, small ones change threads together, and
-the memory stays small."""
+"""Bytes received ahead of the loader. Reception and loading overlap, small tensors cross threads in batches, and memory
+stays bounded."""
 
 
 class Feed:
-    """A bounded hand-over of `num_tensors` tensors; an error on one side ends both.
+    """A bounded buffer for `num_tensors` tensors; an error on one side ends both.
 
-    The receiver's last `offer` returns only when the loader has loaded all tensors, so that the sender gets every error
-    of the loader.
+    The receiver's last `offer` returns only after the loader has loaded all tensors, so that the sender sees every
+    loader error.
     """
 
     def __init__(self, num_tensors: int, timeout_s: float) -> None:
@@ -54,6 +54,7 @@ class Feed:
                     return
                 items, self._items, self._nbytes = self._items, deque(), 0
                 self._changed.notify_all()
+            # Popping each tensor lets its memory be freed as soon as the loader drops it.
             while items:
                 yield items.popleft()
 
@@ -64,7 +65,7 @@ class Feed:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the other side with this error; the first one counts."""
+        """Ends the other side with this error; the first error counts."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -79,7 +80,7 @@ class Feed:
 
 
 class StreamFeed(Feed):
-    """A `Feed` between CUDA streams, too: the loader's thread works on one, the receiver's on another."""
+    """A `Feed` that also synchronizes the receiver's CUDA stream with the loader's."""
 
     def __init__(self, num_tensors: int, timeout_s: float, device: torch.device) -> None:
         """Called by the loader."""
@@ -87,18 +88,18 @@ class StreamFeed(Feed):
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def offer(self, name: str, tensor: torch.Tensor) -> None:
-        """As `Feed.offer`; what the loader does with it comes after what was begun on this stream."""
+        """Like `Feed.offer`; the loader's work on the tensor is ordered after the work on the current stream."""
         if self._stream is not None and tensor.device.type == "cuda":
             self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            tensor.record_stream(self._stream)  # else its memory could be used again while the loader still reads
+            tensor.record_stream(self._stream)  # else its memory could be reused while the loader still reads
         super().offer(name, tensor)
 
 
 def completed(
     tensors: Iterable[tuple[str, torch.Tensor]], specs: Sequence[TensorSpec], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All of `tensors`; if they end with an error, zeros in the places of those that did not come, and then the error.
-    For a loader that computes together with other workers: they would wait for this one."""
+    """Yields `tensors`. On an error, yields zeros for the missing tensors and then raises it. For loaders with
+    collective calls, in which the other workers would wait for this one."""
     came: set[str] = set()
     try:
         for name, tensor in tensors:
@@ -112,7 +113,7 @@ def completed(
 
 
 class CheckedSink:
-    """A `DirectSink` that refuses an unfit tensor before any of its bytes arrive, and passes on whole tensors.
+    """A `DirectSink` that refuses an unfit tensor before its bytes arrive, and passes on complete tensors.
 
     `check` raises WeightTransferError for a tensor that does not belong to the model.
     """

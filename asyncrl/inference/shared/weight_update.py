@@ -1,7 +1,7 @@
-"""Publishes in a worker process of an engine: whatever the package calls there, these phases follow each other.
+"""A publish as seen by one worker process of an engine, in phases that are the same for every package.
 
-An exception inside a worker reaches the adapter as text at best, and may cost the engine. So no phase raises: the first
-error is kept, and the adapter fetches it when the update has ended (`outcome`).
+An exception in a worker may kill the engine, and reaches the adapter as text at best. So no phase raises: the first
+error is kept until the adapter fetches it (`outcome`).
 """
 
 from __future__ import annotations
@@ -25,50 +25,49 @@ from asyncrl.weights.transports import build_receiver
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
-"""Time for an abandoned publish to end, and its receiver to disconnect from its sender."""
+"""Time for an abandoned publish to end and its receiver to disconnect."""
 _GRACE_S = 5.0
-"""Time that a receiver has beyond its deadline before it is abandoned."""
+"""Extra time of a receiver beyond its deadline before it is abandoned."""
 
 
 class WeightLoader(Protocol):
-    """How one engine puts tensors of a checkpoint into the model that it serves. All methods run in the worker's own
-    thread, but for `check`."""
+    """Loads checkpoint tensors into one engine's served model. All methods except `check` run in the worker's main
+    thread."""
 
     @property
     def computes_together(self) -> bool:
-        """`load` waits for the other workers of the model: each must load every tensor, whatever happens."""
+        """`load` has collective calls: every worker must load every tensor, even after an error."""
         ...
 
     def check(self, spec: TensorSpec) -> None:
-        """Raises WeightTransferError: the model has no such tensor, or one of another shape."""
+        """Raises WeightTransferError: no such tensor in the model, or a different shape."""
         ...
 
     def start(self, names: Collection[str] | None) -> None:
-        """`names`: the tensors that will come; None: all of the model."""
+        """`names`: the tensors to expect; None: all of the model."""
         ...
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
         """Consumes all of `tensors`; `names` as in `start`.
 
-        Raises WeightTransferError naming a tensor that is missing or that the engine refused, and what `tensors`
-        raises.
+        Raises WeightTransferError naming a missing or refused tensor, and the errors of `tensors`.
         """
         ...
 
     def finish(self) -> None:
-        """Everything was loaded."""
+        """Called after everything was loaded."""
         ...
 
     def abandon(self) -> None:
-        """After a failure, whatever the phase: the next `start` must succeed."""
+        """Cleans up after a failure in any phase, so that the next `start` succeeds."""
         ...
 
 
 class WorkerUpdate:
-    """One worker's side of publishes: `join`, then `start`, `receive`, `finish` for each, then `outcome`. For one that
-    is staged `join`, `stage` and `staged` come first, and `receive` loads what has come.
+    """One worker's side of publishes. Calls per publish: `join`, `start`, `receive`, `finish`, `outcome`. A staged
+    publish begins with `join`, `stage`, `staged`, and `receive` loads the staged tensors.
 
-    Owns the receiver, which stays joined while the source stays the same, and the thread that its sockets live in.
+    Owns the receiver, which stays joined while the source is the same, and the thread of its sockets.
     """
 
     def __init__(self, loader: WeightLoader, decoder: Decoder, device: torch.device) -> None:
@@ -76,22 +75,22 @@ class WorkerUpdate:
         self._decoder = decoder
         self._device = device
         self._loaded: Manifest | None = None
-        """The publish that was loaded and not finished."""
+        """The publish that is loaded but not finished."""
         self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._source: TransferSource | None = None
         self._receiver: WeightReceiver | None = None
         self._staging = Staging(device)
         self._staged: Future[tuple[Plan, Digest | None]] | None = None
-        """The last publish that was to be staged, until it is loaded."""
+        """The last staged publish, until it is loaded."""
         self._failure: Exception | None = None
         self._digest: Digest | None = None
 
     def join(self, source: TransferSource) -> None:
-        """`source`: with the number of this worker as `receiver`."""
+        """`source.receiver` is the number of this worker."""
         if source == self._source:
             return
         self._failure = None
-        try:  # what is still being staged ends first, although nobody waits for it any more
+        try:  # an abandoned staging still occupies the thread and ends first
             self._executor.submit(self._close_receiver).result(_CLOSE_S)
         except TimeoutError:
             self._source = None
@@ -107,12 +106,12 @@ class WorkerUpdate:
             self._failure = None
 
     def stage(self, manifest: Manifest, timeout_s: float) -> None:
-        """Begins to receive a publish, while the worker computes; `staged` tells the end."""
+        """Starts to receive a publish while the worker computes; poll `staged` for the end."""
         self.start()
         self._staged = self._executor.submit(self._stage, manifest, timeout_s)
 
     def staged(self) -> list[Any] | None:
-        """As `outcome`, of `stage`; None: it goes on."""
+        """Outcome of `stage`, like `outcome`; None while in progress."""
         assert self._staged is not None, "staged before stage"
         if not self._staged.done():
             return None
@@ -135,11 +134,11 @@ class WorkerUpdate:
                 logger.exception("the model cannot be made whole after a failed update")
 
     def forget(self) -> None:
-        """Records that the weights are no longer those of the last publish: the next one must send all of them."""
+        """The weights no longer match the last publish: the next one must send all tensors."""
         self._decoder.forget()
 
     def outcome(self) -> list[Any]:
-        """Of the last update, as `publish_calls.agree` reads it."""
+        """Result of the last update, for `publish_calls.agree`."""
         return _outcome(self._failure, self._digest)
 
     def close(self) -> None:
@@ -158,7 +157,7 @@ class WorkerUpdate:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _attempt(self, step: Callable[[], None]) -> None:
-        """Does nothing after a failure; keeps the first one."""
+        """Runs `step` unless an earlier step failed; keeps the first failure."""
         if self._failure is not None:
             return
         try:
@@ -173,11 +172,11 @@ class WorkerUpdate:
             self._decoder.applied(self._loaded)
 
     def _receive(self, manifest: Manifest, timeout_s: float) -> None:
-        """The receiver fills the feed in its thread; this thread, the engine's own, loads from it."""
+        """The receiver's thread fills the feed; this thread, the engine's, loads from it."""
         plan = self._decoder.plan(manifest)
         names = None if plan.whole else plan.names
         self._loader.start(names)
-        # The receiver keeps the deadline and says more about it.
+        # One second longer: the receiver's own deadline error says more.
         feed = StreamFeed(len(plan.names), timeout_s + 1.0, self._device)
         received = self._executor.submit(self._fill, feed, manifest, plan, timeout_s)
         together = self._loader.computes_together and manifest.encoding == "full"
@@ -193,7 +192,7 @@ class WorkerUpdate:
         self._loaded = manifest
 
     def _fill(self, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float) -> Digest | None:
-        """In the receiver's thread: moves one publish into `feed`."""
+        """Moves one publish into `feed`, in the receiver's thread."""
         sink = CheckedSink(self._loader.check, feed.offer)
         try:
             return self._decode(self._joined(), manifest, plan, sink, timeout_s)
@@ -202,7 +201,7 @@ class WorkerUpdate:
             raise
 
     def _stage(self, manifest: Manifest, timeout_s: float) -> tuple[Plan, Digest | None]:
-        """In the receiver's thread."""
+        """Runs in the receiver's thread."""
         plan = self._decoder.plan(manifest)
         sink = self._staging.sink(self._loader.check)
         return plan, self._decode(self._joined(), manifest, plan, sink, timeout_s)
@@ -210,7 +209,7 @@ class WorkerUpdate:
     def _load_staged(self, manifest: Manifest) -> None:
         staged, self._staged = self._staged, None
         assert staged is not None, "load before stage"
-        plan, self._digest = staged.result(0)  # the adapter has seen its end
+        plan, self._digest = staged.result(0)  # done: the adapter has polled `staged`
         names = None if plan.whole else plan.names
         self._loader.start(names)
         self._loader.load(iter(self._staging), names)

@@ -23,15 +23,15 @@ def slot_attention(
     attention_mask: torch.Tensor | None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it; [rows, S, H, D], and no attention weights.
+    """Attention function for transformers; returns [rows, S, H, D] and no attention weights.
 
-    A single query token is laid out as [rows, K, H/K, D], so that the query heads that share keys are read as a
-    sequence: no key is repeated in memory.
+    A single query token is laid out as [rows, K, H/K, D]: query heads that share keys become a sequence, so that no key
+    is repeated in memory.
 
     Args:
         query: [rows, H, S, D]. key, value: [rows, K, kv, D]. attention_mask: additive, broadcasts to [rows, H, S, kv].
     Raises:
-        GenerationError: the model asks for an attention that this is not (soft capping, sinks).
+        GenerationError: the model needs soft capping or sinks.
     """
     for unsupported in ("softcap", "s_aux"):
         if settings.get(unsupported) is not None:
@@ -42,6 +42,7 @@ def slot_attention(
     scale = settings.get("scaling")
     attend = torch.nn.functional.scaled_dot_product_attention
     if length == 1:
+        # No causal mask is needed within the "sequence": all its heads are at the same position.
         query = query.reshape(rows, key.shape[1], -1, head_size)
         out = attend(query, key, value, attn_mask=attention_mask, scale=scale)
         return out.reshape(rows, 1, heads, -1), None
@@ -50,10 +51,10 @@ def slot_attention(
 
 
 class SlotCache:
-    """Keys and values of the running requests, dense: row r of layer l is `keys[l][r, :, :length]`.
+    """Keys and values of the running requests, dense: row r of layer l is `_keys[l][r, :, :length]`.
 
-    Stands where transformers expects a cache: `update` stores one token per row and returns views of what the
-    attention reads. A layer's memory is taken at its first update, from the shapes that the model itself produces.
+    Passed to transformers as its cache: `update` stores one token per row and returns views for the attention. A
+    layer's memory is allocated at its first update, from the shapes that the model produces.
     """
 
     def __init__(self, num_slots: int, max_model_len: int) -> None:
@@ -66,7 +67,7 @@ class SlotCache:
         self._kv_len = 0
 
     def aim(self, rows: torch.Tensor, positions: torch.Tensor, kv_len: int) -> None:
-        """Sets where the next forward pass writes: `rows` are 0..N-1, `positions` [N] int64, all below `kv_len`."""
+        """Sets the write positions of the next forward pass: `rows` are 0..N-1, `positions` [N] int64 < `kv_len`."""
         self._rows, self._positions, self._kv_len = rows, positions, kv_len
 
     def update(
@@ -91,7 +92,7 @@ class SlotCache:
         return [*self._keys.values(), *self._values.values()]
 
     def move(self, moves: Moves) -> None:
-        """Follows the rows of a `SlotTable`."""
+        """Moves rows as a `SlotTable` did."""
         if len(moves.source) == 0:
             return
         source, target = torch.from_numpy(moves.source), torch.from_numpy(moves.target)
@@ -108,12 +109,12 @@ class SlotCache:
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self._num_slots, like.shape[1], self._max_model_len, like.shape[3])
-        # Zeros, not empty: masked positions still enter a product with weight 0, and 0 * nan is nan.
+        # Zeros, not empty: masked positions enter a product with weight 0, and 0 * nan is nan.
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 class PromptCache:
-    """Keys and values of prompts while they are prefilled, in chunks of tokens that lie at the same place in each."""
+    """Keys and values of prompts during prefill, in chunks at the same positions of every prompt."""
 
     def __init__(self, num_prompts: int, width: int) -> None:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -42,18 +42,18 @@ logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 30.0
 _PARTS = frozenset({"weights", "kv_cache"})
-"""What sleeps, and wakes together or one after the other."""
+"""The parts that sleep together and wake together or separately."""
 
 
 class TorchEngine:
     """An `InferenceEngine` and `SleepingEngine` in this process: a slot loop over the Hugging Face forward pass.
 
-    A thread of its own owns the model; this side sends commands to it and gets reports. Until a version is committed,
-    requests wait in the queue: dummy weights sample nothing.
+    A separate thread owns the model; this side sends commands and gets reports. Until a version is committed, requests
+    wait in the queue: dummy weights sample nothing.
 
     Args:
         load_real_weights: load the model's files and start as version 0; otherwise random weights and version None.
-        replica_seed: of the random weights.
+        replica_seed: seed of the random weights.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TorchEngine:
         self._drains: set[int] = set()
         self._paused = False
         self._asleep: frozenset[str] = frozenset()
-        """The parts that have given their memory back."""
+        """The parts whose memory is released."""
         self._failure: BaseException | None = None
         self._stopped = False
 
@@ -125,6 +125,7 @@ class TorchEngine:
         if self._asleep:
             raise GenerationError(explain("resume()", f"{sorted(self._asleep)} sleep", "await wake_up() first"))
         self._paused = False
+        # A drain that has not finished is cancelled by the resume.
         for ticket in tuple(self._drains):
             found = explain("pause(drain)", "resume() came before the running requests had finished", "pause again")
             if not self._answers[ticket].done():
@@ -150,8 +151,8 @@ class TorchEngine:
             await self._loadable("load_staged").load_staged()
 
     async def sleep(self, level: int = 1) -> None:
-        """As `SleepingEngine.sleep`. On a CPU level 1 gives the memory of the KV cache back and leaves the weights
-        where they are. After level 2 the engine has no version, and samples nothing before a commit."""
+        """As `SleepingEngine.sleep`. On a CPU level 1 releases the KV cache only. After level 2 the engine has no
+        version and samples nothing before a commit."""
         self._require_sleepable(f"sleep(level={level})")
         assert self._transfer is not None, "the engine was started"
         if self._asleep == _PARTS:
@@ -160,7 +161,7 @@ class TorchEngine:
             raise GenerationError(explain(f"sleep(level={level})", "it sleeps in part", "await wake_up() first"))
         if level > 1:
             self._transfer.forget()
-        self._asleep = _PARTS  # also when the call is cancelled: the thread does it
+        self._asleep = _PARTS  # even if the call is cancelled: the thread still does it
         await self._ask(lambda ticket: Sleep(level, ticket))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
@@ -187,6 +188,7 @@ class TorchEngine:
             return
         self._stopped = True
         self._commands.put(Stop())
+        # Callers get their error now; the thread may still be in a step.
         self._fail_pending("the engine was stopped", None)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT_S)
@@ -207,7 +209,8 @@ class TorchEngine:
         return "stopped" if self._stopped else ""
 
     def _loadable(self, asked: str) -> TorchTransfer:
-        """What loads weights into the model, which nothing reads. Raises WeightTransferError: something does."""
+        """The transfer, if weights may be loaded now. Raises WeightTransferError: the engine is sampling or its weights
+        sleep."""
         self._require_alive()
         if not self._paused or self._transfer is None:
             raise WeightTransferError(explain(asked, "the engine is sampling", "await pause(...) before a publish"))
@@ -226,7 +229,8 @@ class TorchEngine:
             raise GenerationError(explain(asked, "the engine is not paused and empty", "await pause('abort') first"))
 
     def _check(self, request: GenerationRequest) -> None:
-        """Raises GenerationError for a request that would not fit, or would end the thread for all others."""
+        """Raises GenerationError for a request that does not fit, or whose error would end the thread for all
+        requests."""
         assert self._runner is not None
         found = misfit(
             request,
@@ -242,7 +246,7 @@ class TorchEngine:
             raise GenerationError(explain(f"generate {request.request_id!r}", *found))
 
     def _bounded(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with only those stop tokens that can be sampled: a table of them is kept for all slots."""
+        """The request without stop tokens outside the vocabulary: the slot table has a column per stop token."""
         assert self._runner is not None
         sampling, stops = request.sampling, tuple(samplable_stops(request, self._runner.vocab_size))
         if len(stops) == len(sampling.stop_token_ids):
@@ -250,7 +254,7 @@ class TorchEngine:
         return replace(request, sampling=replace(sampling, stop_token_ids=stops))
 
     async def _ask(self, command: Callable[[int], Command], *, drains: bool = False) -> None:
-        """Sends a command and waits until the thread has answered or died."""
+        """Sends a command; returns when the thread has answered. Raises GenerationError if the thread died."""
         assert self._loop is not None
         ticket = next(self._tickets)
         answer = self._answers[ticket] = self._loop.create_future()
@@ -266,12 +270,12 @@ class TorchEngine:
     # The decode thread.
 
     def _main(self) -> None:
-        """Loads the model and runs the loop until it is stopped or breaks."""
+        """Loads the model and runs the loop until it is stopped or fails."""
         try:
             if self._device.type == "cpu":
                 yield_to_others()
                 torch.set_num_threads(self._settings.num_threads)
-                use_onednn(num_shapes=256)  # numbers of requests that decode together, and lengths of prompts
+                use_onednn(num_shapes=256)  # batch sizes and prompt lengths
             runner, decode = self._load()
             self._post(lambda: self._on_loaded(runner, decode))
             decode.run()
@@ -299,7 +303,7 @@ class TorchEngine:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # the event loop was closed without stop(): no request can be answered any more
+        except RuntimeError:  # the event loop was closed without stop(): nobody is left to answer
             logger.warning("the event loop is closed: the torch engine ends")
             self._commands.put(Stop())
 
@@ -330,7 +334,7 @@ class TorchEngine:
         self._fail_pending(f"{type(error).__name__}: {error}", error)
 
     def _fail_pending(self, found: str, cause: BaseException | None) -> None:
-        """Ends everything that waits for the thread with a GenerationError of its own."""
+        """Ends every wait for the thread, each with a separate GenerationError."""
 
         def failure() -> GenerationError:
             error = GenerationError(explain(f"the torch engine for {self._config.path}", found, "start a new engine"))

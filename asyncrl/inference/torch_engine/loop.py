@@ -42,8 +42,8 @@ _NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
 @dataclass(slots=True)
 class _Wave:
-    """Requests whose prompts are prefilled together. `requests[i]` lists those that share prompt number i; a prompt of
-    one token has nothing to prefill and is not here."""
+    """Requests whose prompts are prefilled together. `requests[i]` lists the requests that share prompt i. Prompts of
+    one token need no prefill and are not included."""
 
     prefill: Prefill
     requests: list[list[GenerationRequest]]
@@ -55,7 +55,7 @@ class _Wave:
 
 @dataclass(slots=True)
 class Counters:
-    """Read by other threads; written by the decode thread alone."""
+    """Written by the decode thread only; read by other threads."""
 
     running: int = 0
     version: int | None = None
@@ -63,11 +63,11 @@ class Counters:
     generated_tokens: int = 0
     decode_steps: int = 0
     abort_s: float = 0.0
-    """Time that the last abort or abort-pause took inside the thread."""
+    """Duration of the last abort or abort-pause inside the thread."""
 
 
 class DecodeLoop:
-    """Owns the slots, the requests that wait for one, and the pause state. All methods run in the decode thread."""
+    """Owns the slots, the waiting requests and the pause state. All methods run in the decode thread."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class DecodeLoop:
         self._slots = SlotTable(num_slots, chunk_tokens, runner.recorder.row)
         self._waiting: deque[GenerationRequest] = deque()
         self._scoring: deque[GenerationRequest] = deque()
-        """Requests whose tokens are given (`score_from`); they take no slot."""
+        """Requests that only score given tokens (`score_from`); they take no slot."""
         self._wave: _Wave | None = None
         self._paused = False
         self._drain_tickets: list[int] = []
@@ -121,20 +121,21 @@ class DecodeLoop:
 
     @property
     def _active(self) -> bool:
-        """True when a round has work to do. Without a version the weights are dummies, and nothing is sampled."""
+        """Whether a round has work to do. Without a version the weights are dummies and nothing is sampled."""
         if self._paused or self.counters.version is None:
             return False
         waits = bool(self._waiting or self._scoring)
         return self._running > 0 or waits or self._draining  # the last round of a drain ends it
 
     def _serve_commands(self) -> bool:
-        """Serves all waiting commands, and waits for one when there is nothing to decode; returns False at `Stop`."""
+        """Serves all queued commands; waits for one if there is nothing to decode. Returns False at `Stop`."""
+        # Idle: block until a command comes, so that the thread takes no CPU time.
         if not self._active:
             try:
                 if not self._serve(self._commands.get(timeout=_IDLE_WAIT_S)):
                     return False
             except queue.Empty:
-                # finds out whether the owner's event loop is closed, and then queues a `Stop`
+                # An empty report detects a closed event loop of the owner, which queues a `Stop`.
                 self._report(LoopReport())
                 return True
         while not self._commands.empty():
@@ -178,7 +179,7 @@ class DecodeLoop:
             self._drain_tickets.append(command.ticket)
             return
         if command.mode == "abort":
-            # A second pause must not abort requests that were queued after the first one.
+            # A second pause must not abort requests that were queued after the first.
             self._abort(self._running_ids() if self._paused else None)
         self._emit_buffered()
         self._paused = True
@@ -189,7 +190,7 @@ class DecodeLoop:
         self._emit_buffered()
         if version is not None:
             self.counters.version = version
-        if self._wave:  # a prompt prefilled half by each version would match neither: prefill it again
+        if self._wave:  # a prompt prefilled by two versions matches neither: start over
             self._wave.prefill = Prefill(self._wave.prefill.prompts)
 
     def _running_ids(self) -> tuple[str, ...]:
@@ -203,6 +204,7 @@ class DecodeLoop:
         self._finish(np.arange(slots.n) if ids is None else slots.rows_of(list(ids)), "abort")
         self._waiting, self._scoring = self._without(self._waiting, ids), self._without(self._scoring, ids)
         if self._wave:
+            # Places stay in the wave even if empty: they index its prompts.
             for place, same in enumerate(self._wave.requests):
                 kept: deque[GenerationRequest] = deque()
                 for request in same:
@@ -213,7 +215,7 @@ class DecodeLoop:
         self.counters.abort_s = time.perf_counter() - started
 
     def _without(self, queued: deque[GenerationRequest], ids: frozenset[str] | None) -> deque[GenerationRequest]:
-        """The queued requests that are not ended. `ids` None: all are."""
+        """Ends the queued requests in `ids` (None: all) and returns the others."""
         kept: deque[GenerationRequest] = deque()
         for request in queued:
             self._keep_or_end(request, ids, kept)
@@ -228,7 +230,7 @@ class DecodeLoop:
             kept.append(request)
 
     def _round(self) -> None:
-        """One batch of tokens to score and one prefill pass, where some wait, then one decode step."""
+        """One scoring batch and one prefill pass, if any wait, then one decode step."""
         if self._scoring and not self._draining:
             self._score()
         if self._wave is None and not self._draining:
@@ -241,16 +243,17 @@ class DecodeLoop:
         if self._slots.n:
             self._step()
         self.counters.running = self._running
-        # A drain ends with its last running request; queued requests wait for the resume.
+        # A drain ends with its last running request; queued requests wait for `resume`.
         if self._draining and self._running == 0:
             self._paused = True
             self._tickets += self._drain_tickets
             self._drain_tickets.clear()
 
     def _score(self) -> None:
-        """Answers the oldest requests with `score_from`, as many as fit into one prefill pass; a longer one alone."""
+        """Answers the oldest scoring requests that fit into one prefill pass together, at least one."""
         taken = [self._scoring.popleft()]
         width = len(taken[0].prompt_ids)
+        # Padding counts: the pass computes len(taken) * width tokens.
         while self._scoring:
             width = max(width, len(self._scoring[0].prompt_ids))
             if (len(taken) + 1) * width > self._runner.prefill_tokens:
@@ -264,21 +267,23 @@ class DecodeLoop:
             self._emit(request.request_id, request.prompt_ids[start:].astype(np.int32), logprobs, "stop", extra)
 
     def _admit(self) -> _Wave | None:
-        """Takes requests that have a free slot, as many as fit into one prefill pass: the oldest one, and those whose
-        prompts are nearest to it in length. A pass pads its prompts to the longest, and after a publish under
-        abort_resume responses of every length begin again at once.
+        """Selects requests for the free slots and one prefill pass: the oldest request and the ones closest to it in
+        prompt length. A pass pads all prompts to the longest, and after a publish under abort_resume responses of every
+        length restart together.
 
-        Prompts that differ only in their last token are prefilled once. The decode step always feeds the last token, so
+        Prompts that differ only in their last token are prefilled once: the decode step always feeds the last token, so
         the first sampled token is computed like any other.
         """
         free = self._slots.num_slots - self._slots.n
+        # Phase 1: group the candidates by prompt, without the last token.
         prompts: dict[bytes, list[GenerationRequest]] = {}
         for request in itertools.islice(self._waiting, free):
-            cached = request.prompt_ids[:-1].astype(np.int32, copy=False)  # one dtype: equal bytes are equal prompts
+            cached = request.prompt_ids[:-1].astype(np.int32, copy=False)  # one dtype: equal prompts, equal bytes
             prompts.setdefault(cached.tobytes(), []).append(request)
         taken = prompts.pop(b"", [])  # nothing to prefill
         for request in taken:
             self._slots.add(request)
+        # Phase 2: fill the pass, nearest prompt lengths first, up to `prefill_tokens` with padding.
         wave, width = [], 0
         first = len(next(iter(prompts), b""))
         for same in (prompts[key] for key in sorted(prompts, key=lambda key: abs(len(key) - first))):
@@ -287,6 +292,7 @@ class DecodeLoop:
                 break
             wave.append(same)
             taken = [*taken, *same]
+        # Phase 3: put the candidates that were not taken back at the front, in order.
         ids = {request.request_id for request in taken}
         seen = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         self._waiting.extendleft(request for request in reversed(seen) if request.request_id not in ids)
@@ -305,6 +311,7 @@ class DecodeLoop:
         slots = self._slots
         experts = None
         if slots.records:
+            # The hooks copy the experts of every layer, so they run only on request.
             logits, experts = self._runner.decode_and_record(slots.tokens, slots.lengths)
         else:
             logits = self._runner.decode(slots.tokens, slots.lengths)
@@ -318,6 +325,7 @@ class DecodeLoop:
         self._require_finite(logprobs)
         self.counters.generated_tokens += slots.n
         self.counters.decode_steps += 1
+        # Rows that need a chunk or have ended; all others cost no Python work.
         due = slots.advance(tokens, logprobs, experts, kept)
         for row in due.full.tolist():
             self._emit_row(row, None)
@@ -325,7 +333,7 @@ class DecodeLoop:
             self._finish_each([(due.stopped, "stop"), (due.exhausted, "length")])
 
     def _require_finite(self, logprobs: np.ndarray) -> None:
-        """Raises GenerationError, which ends the engine: its weights are useless."""
+        """Raises GenerationError, which ends the engine: its weights are unusable."""
         if not np.isfinite(logprobs).all():
             raise GenerationError(
                 explain(
@@ -345,8 +353,8 @@ class DecodeLoop:
         self._runner.move(self._slots.remove(np.concatenate([rows for rows, _ in ends])))
 
     def _emit_buffered(self) -> None:
-        """Emits all buffered tokens. A chunk has one version, and a paused engine must hold nothing that a client could
-        lose."""
+        """Emits all buffered tokens: a chunk has one version, and a paused engine must not hold tokens that a client
+        could lose."""
         for row in self._slots.buffered_rows().tolist():
             self._emit_row(row, None)
 

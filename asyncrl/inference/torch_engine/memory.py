@@ -1,4 +1,4 @@
-"""Memory of tensors that is given back to the device or the system, and taken again in place."""
+"""Releases the memory of tensors to the device or the system, and reallocates it in place."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from asyncrl.errors import GenerationError, explain
 
 
 class ReleasedMemory:
-    """The storages of tensors whose memory was released. The tensors and views of them, such as the targets of a
-    publish, stay valid, and may be read and written again after `restore`.
+    """The storages of tensors whose memory was released. The tensors and their views, such as the targets of a publish,
+    stay valid and can be used again after `restore`.
 
-    On a GPU a storage is empty until then. On a CPU it keeps its addresses, and the system has its pages: parts of
-    pages at both ends stay.
+    On a GPU the storage is resized to 0 until then. On a CPU it keeps its addresses and gives up its whole pages;
+    partial pages at both ends stay.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = False) -> None:
-        """Releases the memory. Tied tensors share a storage, which counts once.
+        """Releases the memory. A storage shared by tied tensors counts once.
 
         Args:
-            keep: copy the bytes of a GPU to host memory, and back at `restore`. On a CPU nothing is released then.
+            keep: copy GPU bytes to host memory, and back at `restore`. On a CPU nothing is then released.
 
-        Raises GenerationError: the system does not take the pages.
+        Raises GenerationError: the system cannot take pages back.
         """
         found = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
         self._storages = [s for s in found.values() if s.nbytes() and not (keep and s.device.type == "cpu")]
@@ -46,7 +46,7 @@ class ReleasedMemory:
         return sum(self._bytes)
 
     def restore(self) -> None:
-        """Takes the memory again: with the bytes that were kept, or with zeros."""
+        """Reallocates the memory, with the kept bytes or zeros."""
         for index, (storage, nbytes) in enumerate(zip(self._storages, self._bytes, strict=True)):
             if storage.device.type != "cpu":
                 storage.resize_(nbytes)
@@ -63,8 +63,8 @@ def _view(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _give_pages(address: int, nbytes: int) -> None:
-    """Gives the whole pages of this memory to the system; they are 0 when they are used again. The storage cannot be
-    shrunk instead: torch forbids that once NumPy has seen it, as in a transfer."""
+    """Returns the whole pages of this memory to the system; they read as 0 afterwards. Shrinking the storage is
+    impossible: torch forbids it once NumPy has seen the storage, as in a transfer."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if size <= 0:

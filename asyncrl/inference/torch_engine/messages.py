@@ -1,4 +1,4 @@
-"""The messages between the asyncio side and the decode thread. `ticket` numbers a command that gets an answer."""
+"""Messages between the asyncio side and the decode thread. `ticket` identifies a command that gets an answer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Command = Submit | Abort | Pause | Resume | Commit | Sleep | Wake | Stop
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoopReport:
-    """The results since the last report: chunks in the order sampled, then the tickets of finished commands."""
+    """Results since the last report: chunks in sampling order, then the tickets of finished commands."""
 
     chunks: tuple[TokenChunk, ...] = ()
     tickets: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Writes received bytes into the parameters of a model that is being served."""
+"""Writes received bytes into the parameters of the served model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _EACH_ONCE = "send every slice of the manifest once"
 
 
 class ParameterSink:
-    """Writes one publish straight into the storage of `targets`; make a new one per publish. A `DirectSink`.
+    """A `DirectSink` that writes one publish directly into the storage of `targets`; make a new one per publish.
 
-    A tensor of the target's dtype is copied byte by byte; one of another dtype is gathered first and then converted.
-    Names that share storage (tied embeddings) count as one: either may come, or both.
+    A tensor of the target's dtype is copied bytewise; a tensor of another dtype is gathered first and then converted.
+    Names that share storage (tied embeddings) count as one: either may arrive, or both.
 
     Args:
-        targets: the tensors of the model, views of its storage, by the names of its checkpoint.
+        targets: checkpoint name -> tensor of the model, a view of its storage.
     """
 
     def __init__(self, targets: Mapping[str, torch.Tensor]) -> None:
@@ -28,7 +28,7 @@ class ParameterSink:
         self._staging: dict[str, torch.Tensor] = {}
 
     def check(self, spec: TensorSpec) -> None:
-        """Raises WeightTransferError: the model has no such tensor, or one of another shape."""
+        """Raises WeightTransferError: no such tensor in the model, or a different shape."""
         self._target(spec, 0, spec.nbytes)
 
     def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
@@ -38,6 +38,7 @@ class ParameterSink:
         left = self._left_after(spec, offset, length)
         destination = target if spec.dtype == _dtype_name(target) else self._staged(spec, data.device)
         _as_bytes(destination)[offset : offset + length].copy_(data)
+        # The last slice: convert the gathered tensor into the parameter.
         if left == 0 and destination is not target:
             target.copy_(self._staging.pop(spec.name))
         if data.is_cuda:  # the sender reuses its buffer as soon as this returns
@@ -45,7 +46,7 @@ class ParameterSink:
         self._bytes_left[spec.name] = left
 
     def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
-        """As `DirectSink.destination`: the parameter itself, if it has the dtype that is sent."""
+        """As `DirectSink.destination`: the parameter itself, if dtype and device match."""
         target = self._target(spec, offset, nbytes)
         if spec.dtype != _dtype_name(target) or target.device != device:
             return None
@@ -55,17 +56,17 @@ class ParameterSink:
         """As `DirectSink.wrote`; the bytes are complete on return."""
         target = self._target(spec, offset, nbytes)
         left = self._left_after(spec, offset, nbytes)
-        if target.is_cuda:  # the copy is ordered before this stream, not before the streams that read the parameter
+        if target.is_cuda:  # the copy is ordered before this stream only, not before readers on other streams
             torch.cuda.current_stream(target.device).synchronize()
         self._bytes_left[spec.name] = left
 
     def exchanged(self, name: str) -> None:
-        """The target has all of its bytes: it is memory into which they had come."""
+        """Marks a target as complete: it was replaced by the buffer that received its bytes."""
         self._bytes_left[name] = 0
 
     def finish(self, names: Collection[str] | None = None) -> None:
-        """Raises WeightTransferError naming a tensor that is missing or incomplete. `names`: the required tensors;
-        None: all of the model."""
+        """Raises WeightTransferError naming a missing or incomplete tensor. `names`: the required tensors; None:
+        all."""
         whole = {self._targets[name].data_ptr() for name, left in self._bytes_left.items() if left == 0}
         wanted = self._targets if names is None else {name: self._targets[name] for name in names}
         missing = [name for name, t in wanted.items() if t.numel() > 0 and t.data_ptr() not in whole]
@@ -90,7 +91,7 @@ class ParameterSink:
         return target
 
     def _left_after(self, spec: TensorSpec, offset: int, nbytes: int) -> int:
-        """Bytes of the tensor that are still missing after this slice."""
+        """Bytes still missing after this slice."""
         left = self._bytes_left.get(spec.name, spec.nbytes) - nbytes
         if left < 0:
             found = f"bytes [{offset}, {offset + nbytes}) of {spec.nbytes}, {left + nbytes} of which had not come yet"

@@ -21,14 +21,14 @@ from asyncrl.types import ModelFacts
 from asyncrl.weights.experts import routers_of
 
 PREFILL_TOKENS = 1024
-"""Tokens of one prefill pass, padding included: bounds its memory, and its delay of the running requests."""
+"""Tokens of one prefill pass, padding included: bounds its memory and how long it delays running requests."""
 
 
 def load_model(config: ModelConfig, device: torch.device, *, real_weights: bool, seed: int) -> Any:
-    """The model in `config.inference_dtype` on `device`, with slot attention and gradients off.
+    """Loads the model in `config.inference_dtype` on `device`, with slot attention and without gradients.
 
-    Without `real_weights` only its config is read and the parameters are random (from `seed`). Computed buffers, such
-    as rotary frequencies, are correct in both cases.
+    Without `real_weights` only the config is read and the parameters are random (from `seed`). Computed buffers, such
+    as rotary frequencies, are correct either way.
     """
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -42,6 +42,7 @@ def load_model(config: ModelConfig, device: torch.device, *, real_weights: bool,
         model = AutoModelForCausalLM.from_pretrained(path, **hub, **kind)
     else:
         architecture = AutoConfig.from_pretrained(path, **hub)
+        # Random weights must not change the process's own random state.
         with torch.random.fork_rng(), device:
             torch.manual_seed(seed)
             remote = {"trust_remote_code": config.trust_remote_code}
@@ -50,7 +51,7 @@ def load_model(config: ModelConfig, device: torch.device, *, real_weights: bool,
 
 
 def check_architecture(config: Any, max_model_len: int) -> None:
-    """Raises GenerationError when the model's attention or its positions do not fit the slot loop."""
+    """Raises GenerationError if the slot loop cannot run the model's attention or positions."""
     facts = ModelFacts.of_config(config.name_or_path, config.to_dict())
     asked = f"model {config.model_type} in the torch engine with max_model_len={max_model_len}"
     if problems := unsupported(facts, max_model_len):
@@ -63,7 +64,7 @@ def check_architecture(config: Any, max_model_len: int) -> None:
 
 
 class Prefill:
-    """Prompts that are being prefilled: `prompts` are the token ids [p] int32 of each, none empty."""
+    """Progress of a prefill. `prompts`: token ids [p] int32 each, none empty."""
 
     def __init__(self, prompts: list[np.ndarray]) -> None:
         self.prompts = prompts
@@ -94,7 +95,7 @@ class ModelRunner:
         self.recorder = ExpertRecorder(model)
 
     def decode_and_record(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-        """As `decode`, and the experts that the routers chose, [n, *recorder.row] int16."""
+        """Like `decode`, and the experts that the routers chose, [n, *recorder.row] int16."""
         self.recorder.begin()
         return self.decode(tokens, lengths), self.recorder.end()
 
@@ -123,25 +124,26 @@ class ModelRunner:
     def score(
         self, sequences: list[np.ndarray], starts: list[int], tops: list[int]
     ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """The log-probabilities [len - start] float32 of the tokens of each sequence from its start on, at
-        temperature 1; and where its top is above 0 the likeliest tokens of each place, see `SamplingParams.score_top`.
+        """Log-probabilities [len - start] float32, at temperature 1, of each sequence's tokens from `start` on. With
+        `top` > 0 also the likeliest tokens of each position, see `SamplingParams.score_top`.
 
         Args:
-            sequences: token ids [len] int32 of each, at least two.
+            sequences: token ids [len] int32 each, len >= 2.
             starts: 1 <= start < len.
-            tops: at most the size of the vocabulary.
+            tops: at most the vocabulary size.
         """
         prefill = Prefill([sequence[:-1] for sequence in sequences])
         found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in sequences]
         while not prefill.finished:
             begun, first = prefill.done, max(prefill.done, min(starts) - 1)
             stop = min(begun + self._chunk_of(prefill), prefill.width)
-            if first >= stop:  # nothing of this chunk is scored: its logits are not needed
+            if first >= stop:  # nothing of this chunk is scored: skip the output layer
                 self._feed(prefill, self.model.base_model)
                 continue
             kept = torch.arange(first - begun, stop - begun, device=self._device)
             logits = self._feed(prefill, self.model, logits_to_keep=kept).logits
             for row, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
+                # The logits at position p predict the token at p + 1.
                 low, high = max(first, start - 1), min(stop, len(sequence) - 1)
                 if low < high:
                     targets = torch.from_numpy(sequence[low + 1 : high + 1].astype(np.int64)).to(self._device)
@@ -150,13 +152,14 @@ class ModelRunner:
         return [_scored(parts) for parts in found]
 
     def _chunk_of(self, prefill: Prefill) -> int:
-        """Tokens of each prompt that one pass computes."""
+        """Tokens per prompt in one pass."""
         return max(1, self.prefill_tokens // len(prefill.prompts))
 
     def _feed(self, prefill: Prefill, model: Any, **options: Any) -> Any:
-        """The output of `model` for the next chunk of every prompt."""
+        """Runs `model` on the next chunk of every prompt."""
         size = self._chunk_of(prefill)
         start, stop = prefill.done, min(prefill.done + size, prefill.width)
+        # Shorter prompts are padded with token 0; no later token of theirs can see the padding.
         ids = np.zeros((len(prefill.prompts), stop - start), np.int64)
         for row, prompt in enumerate(prefill.prompts):
             piece = prompt[start:stop]
@@ -175,7 +178,7 @@ class ModelRunner:
         return output
 
     def seat(self, prefill: Prefill, prompts: list[int], rows: list[int]) -> None:
-        """Copies prompt number `prompts[i]` of a finished prefill to slot `rows[i]`."""
+        """Copies prompt `prompts[i]` of a finished prefill to slot `rows[i]`."""
         on = self._device
         self._cache.fill(torch.tensor(rows, device=on), prefill.cache, torch.tensor(prompts, device=on))
 
@@ -183,11 +186,11 @@ class ModelRunner:
         self._cache.move(moves)
 
     def release(self, *, keep_weights: bool) -> None:
-        """Gives the memory of the slots and of the parameters back; no slot may be in use. Computed buffers, such as
-        rotary frequencies, stay: no publish brings them.
+        """Releases the memory of slots and parameters; no slot may be in use. Computed buffers, such as rotary
+        frequencies, stay, because no publish contains them.
 
         Args:
-            keep_weights: the parameters have their values again after `restore`; otherwise they are 0.
+            keep_weights: `restore` brings the values back; otherwise the parameters are 0.
         """
         self._released = {
             "kv_cache": ReleasedMemory(self._cache.tensors),
@@ -195,39 +198,39 @@ class ModelRunner:
         }
 
     def restore(self, parts: Collection[str]) -> None:
-        """Takes the memory of these parts again, "weights" or "kv_cache". One that was not released is left alone."""
+        """Reallocates these parts ("weights", "kv_cache"); parts that were not released are unchanged."""
         for part in parts:
             if (released := self._released.pop(part, None)) is not None:
                 released.restore()
 
     def warm_up(self) -> None:
-        """Makes one pass of each kind, which allocates the cache: a model that does not fit fails here."""
+        """Runs one pass of each kind, which allocates the cache: a model that does not fit fails here."""
         prefill = Prefill([np.zeros(1, np.int32)])
         self.decode(np.zeros(1, np.int64), np.zeros(1, np.int64))
         self.prefill(prefill)
         self.seat(prefill, [0], [0])
 
     def _mask(self, positions: torch.Tensor, kv_len: int) -> torch.Tensor:
-        """[m, kv_len] additive: the token at `positions[i]` ([m] int64) sees itself and what lies before it."""
+        """[m, kv_len] additive causal mask: the token at `positions[i]` ([m] int64) sees positions <= its own."""
         return torch.where(self._positions[:kv_len] <= positions[:, None], self._visible, self._hidden)
 
 
 def _scored(parts: list[tuple[torch.Tensor, ...]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """From (log-probabilities, those of the likeliest tokens, these tokens) of each part of a sequence."""
+    """Joins the parts of one sequence: (log-probabilities, log-probabilities of the likeliest tokens, their ids)."""
     logprobs, top_logprobs, top_ids = (torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True))
     if not top_ids.shape[1]:
         return logprobs, {}
     return logprobs, {"top_ids": top_ids.astype(np.int32), "top_logprobs": top_logprobs}
 
 
-# What the routers of a mixture choose while the embedded engine decodes.
+# Recording of the experts that routers choose while the embedded engine decodes.
 
 
 class ExpertRecorder:
-    """Keeps what the routers chose in one forward pass at a time. Owns a hook on each router.
+    """Records the routers' choices of one forward pass. Owns a hook on each router.
 
     Attributes:
-        row: (L, k): layers with experts, and experts of a token in each; None of a model without routers.
+        row: (L, k): layers with experts, and experts per token in each; None for a model without routers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -239,11 +242,11 @@ class ExpertRecorder:
             router.register_forward_hook(self._keep)
 
     def begin(self) -> None:
-        """From now on the routers are listened to."""
+        """Starts recording."""
         self._is_on = True
 
     def end(self) -> np.ndarray:
-        """[tokens, L, k] int16: the choices since `begin`, a single forward pass."""
+        """Stops recording. Returns [tokens, L, k] int16, the choices of the one forward pass since `begin`."""
         self._is_on = False
         chosen, self._chosen = self._chosen, []
         return torch.stack(chosen, dim=1).cpu().numpy().astype(np.int16)

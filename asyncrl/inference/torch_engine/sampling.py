@@ -1,4 +1,4 @@
-"""Drawing tokens: a counter-based random stream per request and a vectorised sampler over rows.
+"""Token sampling: a counter-based random stream per request and a vectorised sampler over rows.
 
 Shape letters: N rows (requests that decode now), V vocabulary.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncrl.inference.shared.request_checks import kept_tokens
+from asyncrl.inference.shared.token_filters import kept_tokens
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -19,7 +19,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 def stream_key(seed: int) -> int:
-    """The unsigned 64-bit state from which the stream of `seed` starts; any Python integer is a seed."""
+    """The unsigned 64-bit initial state of the stream of `seed`, any Python integer."""
     return int(_mix(np.array([seed & _MASK_64], dtype=np.uint64))[0])
 
 
@@ -29,8 +29,8 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     Args:
         keys: [N] uint64, from `stream_key`.
         positions: [N] int64, absolute response positions.
-    Source: SplitMix64 (Steele, Lea, Flood 2014), read at an arbitrary place instead of in sequence. 52 bits, not 53:
-        `u * total` is then below `total` in float64 for every total, so that the inverse CDF never runs off its end.
+    Source: SplitMix64 (Steele, Lea, Flood 2014), at an arbitrary position instead of in sequence. 52 bits, not 53: `u *
+        total` is then below `total` in float64 for every total, so that the inverse CDF never runs off its end.
     """
     state = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (state >> np.uint64(12)) * 2.0**-52
@@ -44,9 +44,9 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
-    """Sampling settings of each row. `temperature` [N] float32 (0 greedy), `top_p` [N] float32 (1 off), `top_k` [N]
-    int64 (0 off), `uniforms` [N] float64. `barred` [N, any] int64: tokens that a row must not draw; ids outside the
-    vocabulary are padding; None when no row bars any."""
+    """Sampling settings per row. `temperature` [N] float32 (0 greedy), `top_p` [N] float32 (1 off), `top_k` [N] int64
+    (0 off), `uniforms` [N] float64. `barred` [N, any] int64: tokens that a row must not draw, padded with ids outside
+    the vocabulary; None: no row bars any."""
 
     temperature: np.ndarray
     top_p: np.ndarray
@@ -58,8 +58,8 @@ class SamplingRows:
 def sample_with_sets(
     logits: torch.Tensor, rows: SamplingRows, most: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `sample`, and the `most` likeliest tokens that filters have kept, [N, most] int64, likeliest first; -1 where
-    they kept fewer."""
+    """Like `sample`, and the `most` likeliest tokens that the filters kept, [N, most] int64, likeliest first, padded
+    with -1."""
     logprobs = _logprobs(logits, rows)
     found = logprobs.topk(min(most, logprobs.shape[1]))
     kept = found.indices.masked_fill(found.values == float("-inf"), -1)
@@ -69,7 +69,7 @@ def sample_with_sets(
 def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws one token per row.
 
-    A row's result depends on its own logits and settings alone, never on the rows beside it.
+    A row's result depends only on its own logits and settings, never on other rows.
 
     Args:
         logits: [N, V] float32.
@@ -81,7 +81,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torc
 
 
 def _logprobs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """[N, V] float32, of what may be drawn; minus infinity for the other tokens."""
+    """[N, V] float32; minus infinity for tokens that must not be drawn."""
     greedy = rows.temperature == 0
     scale = np.where(greedy, np.float32(1), rows.temperature)
     filtered = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1))
@@ -106,7 +106,7 @@ def _drawn(logprobs: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, to
 
 
 def _without(logits: torch.Tensor, barred: np.ndarray) -> torch.Tensor:
-    """A copy with minus infinity at the barred tokens."""
+    """A copy of `logits` with minus infinity at the barred tokens."""
     rows, places = np.nonzero((barred >= 0) & (barred < logits.shape[1]))
     index = torch.from_numpy(rows), torch.from_numpy(barred[rows, places])
     kept = logits.clone()
@@ -119,7 +119,7 @@ def _inverse_cdf(logprobs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     `right=True`, so that a token of probability 0 is never chosen."""
     cdf = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     chosen = torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)[:, 0]
-    return chosen.clamp_(max=cdf.shape[1] - 1)  # only rows of NaN end beyond; their log-probability tells the caller
+    return chosen.clamp_(max=cdf.shape[1] - 1)  # only NaN rows run beyond the end; their log-probability reveals them
 
 
 def _kept(logits: torch.Tensor, rows: SamplingRows, filtered: np.ndarray) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The state of the requests that are decoding, one row each, kept dense: rows `[0, n)` are in use. numpy only.
+"""State of the decoding requests, one row each, dense: rows `[0, n)` are in use. numpy only.
 
 Every per-token rule (budget, stop tokens, chunk boundaries) is a vector operation over the rows; Python touches a
 single row only when it is added, emits a chunk or ends.
@@ -28,18 +28,18 @@ class Advance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """Rows `source` have become rows `target`; other state that is kept per row must be moved in the same way."""
+    """Rows `source` became rows `target`; all other per-row state must follow."""
 
     source: np.ndarray
     target: np.ndarray
 
 
 class SlotTable:
-    """Rows of running requests. A row's length is the number of tokens whose keys and values are cached; its token is
-    the next input."""
+    """Rows of running requests. A row's length is its number of tokens with cached keys and values; its token is the
+    next input."""
 
     def __init__(self, num_slots: int, chunk_tokens: int, experts: tuple[int, int] | None = None) -> None:
-        """`experts`: shape of what is recorded of a token for the rows that ask for it; None where nothing can be."""
+        """`experts`: shape (L, k) of the recorded experts of one token; None: the model has no routers."""
         self.num_slots = num_slots
         self.n = 0
         self.request_ids: list[str] = []
@@ -62,7 +62,7 @@ class SlotTable:
         self._recorded = np.zeros(num_slots, np.bool_)
         self._kept = np.zeros((num_slots, chunk_tokens, 0), np.int32)
         self._keeps = np.zeros(num_slots, np.int64)
-        """Tokens of each place that a row wants to know of, of those that its filters kept."""
+        """Per row: number of kept tokens to record at each position; 0: none."""
         self._rows = np.arange(num_slots)
 
     @property
@@ -72,17 +72,17 @@ class SlotTable:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[n] int64, a copy: the position of that token, equal to the number of tokens cached before it."""
+        """[n] int64, a copy: the position of the next input token, equal to the number of cached tokens."""
         return self._length[: self.n].copy()
 
     @property
     def records(self) -> bool:
-        """True when a row asks for the experts of its tokens."""
+        """True if any row records experts."""
         return bool(self._recorded[: self.n].any())
 
     @property
     def most_kept(self) -> int:
-        """Tokens of a place that some row wants to know of; 0: none does."""
+        """Largest number of kept tokens that a row records; 0: none does."""
         return int(self._keeps[: self.n].max(initial=0))
 
     def sampling(self) -> SamplingRows:
@@ -92,13 +92,13 @@ class SlotTable:
         return SamplingRows(self._temperature[:n], self._top_p[:n], self._top_k[:n], drawn, barred)
 
     def add(self, request: GenerationRequest) -> int:
-        """Takes the next row for a request whose prompt is cached except for its last token; returns the row."""
+        """Assigns the next row to a request whose prompt is cached except for its last token; returns the row."""
         row, sampling, stop = self.n, request.sampling, request.sampling.stop_token_ids
         assert row < self.num_slots, "no free slot"
         self._length[row] = len(request.prompt_ids) - 1
         self._token[row] = request.prompt_ids[-1]
         self._left[row] = sampling.max_tokens
-        # A row may stop when at most this much is left of its budget, so that one column counts for both rules.
+        # A row may stop once `left <= stoppable`: one column counts for both max_tokens and min_tokens.
         self._stoppable[row] = sampling.max_tokens - (sampling.min_tokens if stop else 0)
         self._guarding |= bool(self._stoppable[row] < self._left[row])
         self._position[row] = request.first_position
@@ -107,6 +107,7 @@ class SlotTable:
         self._top_p[row] = sampling.top_p
         self._top_k[row] = sampling.top_k
         if len(stop) > self._stop.shape[1]:
+            # Columns grow to the longest list so far and never shrink.
             wider = ((0, 0), (0, len(stop) - self._stop.shape[1]))
             self._stop = np.pad(self._stop, wider, constant_values=_NO_TOKEN)
         self._stop[row] = _NO_TOKEN
@@ -131,8 +132,8 @@ class SlotTable:
         """Appends one sampled token per row ([n] int64, [n] float32); returns the rows that need attention.
 
         Args:
-            experts: [n, L, k] int16, recorded where a row asks for it.
-            kept: [n, most_kept] int32, the same.
+            experts: [n, L, k] int16, recorded for rows that ask.
+            kept: [n, most_kept] int32, likewise.
         """
         n = self.n
         buffered = self._buffered[:n]
@@ -147,13 +148,14 @@ class SlotTable:
         self._position[:n] += 1
         self._left[:n] -= 1
         buffered += 1
+        # Disjoint: a stop token wins over the budget, and an ended row is emitted whole, full or not.
         stopped = (self._stop[:n] == tokens[:, None]).any(axis=1)
         exhausted = (self._left[:n] == 0) & ~stopped
         full = (buffered == self._ids.shape[1]) & ~stopped & ~exhausted
         return Advance(np.flatnonzero(stopped), np.flatnonzero(exhausted), np.flatnonzero(full))
 
     def extra(self, row: int) -> dict[str, np.ndarray]:
-        """Further arrays of the tokens in the row's buffer, as of a `TokenChunk`. Call it before `take`."""
+        """`TokenChunk.extra` of the buffered tokens. Call it before `take`."""
         k, kept, found = self._buffered[row], self._keeps[row], {}
         if k and self._recorded[row]:
             found["experts"] = self._experts[row, :k].copy()
@@ -171,7 +173,7 @@ class SlotTable:
         return np.flatnonzero(self._buffered[: self.n])
 
     def rows_of(self, request_ids: list[str]) -> np.ndarray:
-        """Rows of those among `request_ids` that run, ascending and each once."""
+        """Rows of the running requests among `request_ids`, ascending and unique."""
         found = {self._row_of[i] for i in request_ids if i in self._row_of}
         return np.array(sorted(found), dtype=np.int64)
 
@@ -182,6 +184,7 @@ class SlotTable:
         for row in rows:
             del self._row_of[self.request_ids[row]]
         n = self.n - int(gone.sum())
+        # Gaps below the new end are filled by the survivors beyond it: both have the same count.
         target = np.flatnonzero(gone[:n])
         source = n + np.flatnonzero(~gone[n:])
         for column in self._columns():
@@ -194,7 +197,7 @@ class SlotTable:
         return Moves(source, target)
 
     def _barred(self) -> np.ndarray | None:
-        """[n, any] int64, the stop tokens of the rows that may not stop yet; None once every row may."""
+        """[n, any] int64, stop tokens of rows that may not stop yet; None once every row may."""
         n = self.n
         early = self._left[:n] > self._stoppable[:n]
         self._guarding = bool(early.any())

@@ -1,4 +1,4 @@
-"""What of a model the slot loop can run. Pure; imports no torch."""
+"""Model features that the slot loop can run. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _KINDS = {"full_attention", "sliding_attention"}
 
 
 def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
-    """What of the model the engine cannot compute with a context of so many tokens: its mask is causal and no more, it
-    keeps keys and values and no other state, and it feeds token ids."""
+    """Features of the model that the engine cannot run with this context. The engine has a plain causal mask, keys and
+    values as its only state, and token ids as its only input."""
     problems = [f"layers of kind {kind}" for kind in sorted(facts.layer_kinds - _KINDS)]
     if facts.sliding_window is not None and facts.sliding_window < context_tokens:
         problems.append(f"a sliding window of {facts.sliding_window} tokens, shorter than the context")

@@ -1,4 +1,4 @@
-"""Receiving publishes: the receiver of the current source, used and closed by one thread."""
+"""Receives publishes for the embedded engine, in one thread."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class TorchTransfer:
-    """Applies publishes to the model that is served, one after the other. Owns the receiver and the thread that uses
-    it: sockets must stay in one thread.
+    """Applies publishes to the served model, one at a time. Owns the receiver and its thread: sockets must stay in one
+    thread.
 
     Consumes: one publish at a time.
-    Produces: the parameters, written in place, or of a staged publish exchanged when it is loaded; this side's digest.
+    Produces: the parameters, written in place (a staged publish: exchanged at its load); this side's digest.
     Waits for: buckets, at most `weights.transfer_timeout_s` or what is left of `weights.publish_timeout_s`.
     Unblocked by: messages of the sender.
     Stops when: the engine stops.
@@ -36,10 +36,11 @@ class TorchTransfer:
 
     def __init__(self, served: torch.nn.Module, device: torch.device, model: ModelConfig) -> None:
         whole = served.state_dict().items()
+        # Fused experts are published per expert, so each gets a view as its target.
         self._targets = {name: part for fused, tensor in whole for name, part in unfused(fused, tensor)}
         self._parameters = dict(served.named_parameters(remove_duplicate=False))
         self._names_of: dict[int, list[str]] = {}
-        """Of each parameter, by its id: tied ones have several."""
+        """id of a parameter -> its names; tied parameters have several."""
         for name, parameter in self._parameters.items():
             self._names_of.setdefault(id(parameter), []).append(name)
         self._device = device
@@ -50,15 +51,15 @@ class TorchTransfer:
         self._receiver: WeightReceiver | None = None
         self._staging = Staging(device)
         self._staged: tuple[Manifest, Plan] | None = None
-        """The publish that is in `_staging` and was not loaded."""
+        """The publish in `_staging`, until it is loaded."""
         self._deadline_s = 0.0
 
     async def receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        """As `InferenceEngine.load_weights`. After a cancellation the thread goes on until the call's deadline."""
+        """As `InferenceEngine.load_weights`. After a cancellation the thread continues until the call's deadline."""
         return await self._in_thread(self._receive, manifest, source, timeout_s)
 
     async def stage(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        """As `StagingEngine.stage_weights`; else as `receive`."""
+        """As `StagingEngine.stage_weights`; cancellation as in `receive`."""
         return await self._in_thread(self._stage, manifest, source, timeout_s)
 
     async def load_staged(self) -> None:
@@ -66,11 +67,11 @@ class TorchTransfer:
         await asyncio.get_running_loop().run_in_executor(self._executor, self._load_staged)
 
     def forget(self) -> None:
-        """The model's weights are no longer those of the last publish. No publish may be in progress."""
+        """The weights no longer match the last publish. No publish may be in progress."""
         self._decoder.forget()
 
     async def close(self) -> None:
-        """Closes the receiver, at the latest when a publish in progress has reached its deadline."""
+        """Closes the receiver, at the latest after the deadline of a publish in progress."""
         closing = asyncio.get_running_loop().run_in_executor(self._executor, self._close_receiver)
         done, _ = await asyncio.wait((closing,), timeout=self._deadline_s + 10.0)
         if done:
@@ -110,6 +111,7 @@ class TorchTransfer:
         sink = ParameterSink(self._targets)
         for name, tensor in self._staging:
             parameter = self._parameters.get(name)
+            # Same device and dtype: swap instead of copying.
             if parameter is not None and (parameter.device, parameter.dtype) == (tensor.device, tensor.dtype):
                 self._exchange(name, parameter, tensor)
                 sink.exchanged(name)
@@ -118,7 +120,8 @@ class TorchTransfer:
         self._finish(sink, *staged)
 
     def _exchange(self, name: str, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-        """The model computes with the staged tensor, in whose place the next one will come where the last one was."""
+        """Swaps the parameter's memory with the staged tensor; the old memory becomes the buffer of the next
+        publish."""
         former, parameter.data = parameter.data, tensor
         self._staging.exchange(name, former)
         for each in self._names_of[id(parameter)]:

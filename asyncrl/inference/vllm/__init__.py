@@ -5,7 +5,7 @@
       publish_calls.py: a publish through vLLM's four calls
         --> weight_transfer.py, in each worker: weights/encodings -> shared/tensor_feed.py -> layerwise_reload.py
 
-`weight_transfer.py` is what vLLM imports into its processes. Nothing here imports vLLM before an engine starts.
+vLLM imports `weight_transfer.py` into its workers. Nothing here imports vLLM before an engine starts.
 """
 
 from asyncrl.inference.vllm.engine import VllmEngine

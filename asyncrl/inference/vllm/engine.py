@@ -1,4 +1,4 @@
-"""`VllmEngine`: vLLM's AsyncLLM behind the protocol of engines."""
+"""`VllmEngine`: adapter to vLLM's AsyncLLM."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class VllmEngine(ProcessEngine[VllmStream]):
     def __init__(
         self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int = 0
     ) -> None:
-        """`load_real_weights`: load the model's files and start as version 0; otherwise random weights and version
-        None. `seed`: of vLLM and of the random weights."""
+        """`load_real_weights`: load the model's files as version 0; otherwise random weights without a version. `seed`:
+        for sampling and random weights."""
         super().__init__(
             model,
             max_running=settings.max_num_seqs,
@@ -85,7 +85,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
         """As `SleepingEngine.wake_up`."""
         self._require_sleep_mode("wake_up()")
         await self._ask(self._llm.wake_up(tags))
-        await self._ask(self._freeze_inside())  # vLLM resumes when it wakes
+        await self._ask(self._freeze_inside())  # vLLM resumes sampling when it wakes
 
     def health(self) -> EngineHealth:
         found, counts = super().health(), self._launcher.counts
@@ -116,7 +116,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
 
     def _kv_capacity(self) -> KvCapacity | None:
         cache = self._llm.vllm_config.cache_config
-        if not cache.kv_cache_size_tokens or not cache.block_size:  # a model without attention has none
+        if not cache.kv_cache_size_tokens or not cache.block_size:  # None for a model without attention
             return None
         return KvCapacity(
             cache.kv_cache_size_tokens - cache.block_size, cache.block_size
@@ -134,12 +134,13 @@ class VllmEngine(ProcessEngine[VllmStream]):
         params = sampling_params(request, self._vocab_size())
         try:
             collector = await llm.add_request(request.request_id, prompt, params)
-        except (ValueError, VLLMClientError) as error:  # the rest of the request was checked before
+        except (ValueError, VLLMClientError) as error:  # everything but the schema was checked before
             if request.sampling.json_schema is None:
                 raise
             asked = "a response that is guided by this JSON schema"
             raise BadRequest(explain(asked, f"vLLM refuses the schema: {error}", "correct or simplify it")) from error
         stream.enter(collector, llm.output_processor.request_states.get(collector.request_id))
+        # An abort may have come while vLLM was adding the request.
         if stream.fate is not None:
             await self._abort_inside([stream])
         finished = False
@@ -153,18 +154,18 @@ class VllmEngine(ProcessEngine[VllmStream]):
         stream.leave()
 
     async def _abort_inside(self, streams: list[VllmStream]) -> None:
-        """vLLM answers each with a final output, at once."""
+        """vLLM immediately answers each with a final output."""
         await self._llm.abort([stream.internal_id for stream in streams], internal=True)
 
     async def _freeze_inside(self) -> None:
-        # As `pause_generation`, which then sleeps for 20 ms so that last outputs arrive: `_settle` waits for them.
+        # Not `pause_generation`, which adds a sleep of 20 ms for the last outputs: `_settle` waits for them.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def _unfreeze_inside(self) -> None:
         await self._llm.resume_generation()
 
     async def _settle(self) -> None:
-        """vLLM queues the answer to a pause after the last outputs. Moving these takes one turn of the loop per 128."""
+        """vLLM queues its answer to a pause after the last outputs, which take one loop turn per 128 to move on."""
         quiet = 0
         while quiet < 4 + self._settings.max_num_seqs // 64:
             under_way = not self._llm.engine_core.outputs_queue.empty()

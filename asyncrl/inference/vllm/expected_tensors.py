@@ -1,4 +1,4 @@
-"""The tensors that a vLLM model expects from a publish: names and full shapes, before vLLM stacks and shards them."""
+"""The tensors that a vLLM model expects from a publish: names and full shapes, before stacking and sharding."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ _QUANTIZATION = "vllm.model_executor.layers.quantization."
 
 
 class ExpectedTensors:
-    """The expected tensors of one model. They are known for dense models and mixtures of experts, also where vLLM
-    quantises their layers itself. Where vLLM arranges weights in other ways (duplicated experts) its own loader must
-    find errors, and only a missing whole parameter is noticed here."""
+    """The expected tensors of one model. Known for dense models and mixtures of experts, even if vLLM quantises their
+    layers. For other layouts (duplicated experts) vLLM's loader must find errors, and only a missing whole parameter is
+    detected here."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._shapes: dict[str, tuple[int, ...] | None] = {}
         self._layers: dict[str, str] = {}
-        """Path of the layer that each of these tensors fills, in part or alone."""
+        """Tensor -> path of the layer that it fills, partly or entirely."""
         self._unknown: set[str] = set()
-        """vLLM's parameters whose tensors in a checkpoint are unknown."""
+        """vLLM's parameters with unknown checkpoint tensors."""
         packed = getattr(model, "packed_modules_mapping", None) or {}
         self._fixed: str | None = None
-        """A layer that cannot take published weights: its checkpoint is quantised; None: there is none."""
+        """A layer that cannot take published weights because its checkpoint is quantised; None: no such layer."""
         self.quantises = False
-        """vLLM quantises some of the layers itself."""
+        """Whether vLLM itself quantises some layers."""
+        # Phase 1: the tensors of every layer, by layer type.
         for prefix, module in model.named_modules():
             self.quantises = self.quantises or _quantises_itself(module)
             if self._fixed is None and (method := _quantised_checkpoint(module)) is not None:
@@ -55,6 +56,7 @@ class ExpectedTensors:
                     self._layers |= dict.fromkeys(parts, prefix)
                 else:
                     self._unknown.add(name)
+        # Phase 2: tied parameters. Their first name is required, the others are optional.
         first = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
         self._aliases = {
             name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name
@@ -65,7 +67,7 @@ class ExpectedTensors:
         self._rename = (lambda name: name) if mapper is None else mapper.get_rename_mapper().map_name
 
     def check(self, spec: TensorSpec) -> None:
-        """Raises WeightTransferError: the model has no such tensor, or one of another shape."""
+        """Raises WeightTransferError: no such tensor in the model, or a different shape."""
         name = self._renamed(spec.name)
         name = self._aliases.get(name, name)
         asked = f"tensor {spec.name!r} {spec.shape} {spec.dtype}"
@@ -78,18 +80,18 @@ class ExpectedTensors:
             raise WeightTransferError(explain(asked, f"the model's has shape {shape}", _DO))
 
     def require_loadable(self) -> None:
-        """Raises WeightTransferError naming a layer that cannot take the weights of a trainer."""
+        """Raises WeightTransferError naming a layer that cannot take a trainer's weights."""
         if self._fixed is not None:
             do = "serve a model.path without quantisation, and let vLLM quantise it (rollout.vllm.quantization)"
             found = f"vLLM serves {self._fixed}, which takes weights that are quantised already"
             raise WeightTransferError(explain("a publish of the trainer's weights", found, do))
 
     def layers_of(self, names: Collection[str]) -> list[str]:
-        """Paths of the layers that these tensors of a checkpoint fill; none for an unknown tensor."""
+        """Paths of the layers that these checkpoint tensors fill; unknown tensors are skipped."""
         return sorted({layer for name in names if (layer := self._layers.get(self._renamed(name))) is not None})
 
     def loaded_together(self, names: Collection[str], every: Collection[str]) -> Collection[str]:
-        """The tensors of `every` that fill the layers of `names`; all of them, when one of `names` is unknown."""
+        """The tensors of `every` that fill the layers of `names`; all if one of `names` is unknown."""
         layers = {self._layers.get(self._renamed(name)) for name in names}
         return every if None in layers else [n for n in every if self._layers.get(self._renamed(n)) in layers]
 
@@ -98,7 +100,7 @@ class ExpectedTensors:
 
         Args:
             published: names of the received tensors.
-            loaded: vLLM's parameters as `load_weights` returns them; None: it returns nothing.
+            loaded: vLLM's parameters returned by `load_weights`, or None.
             wanted: the required tensors; None: all of the model.
         """
         renamed = {self._renamed(name) for name in published}
@@ -112,12 +114,12 @@ class ExpectedTensors:
             raise WeightTransferError(explain("all tensors of the model", found, "publish all of named_weights()"))
 
     def _renamed(self, name: str) -> str:
-        """vLLM's name for a tensor of a checkpoint."""
+        """vLLM's name of a checkpoint tensor."""
         return self._rename(name) or name
 
 
 def _quantises_itself(module: torch.nn.Module) -> bool:
-    """vLLM loads the layer's weights as a model without quantisation has them, and then quantises them."""
+    """Whether vLLM loads unquantised weights into the layer and then quantises them."""
     method = getattr(module, "quant_method", None)
     if isinstance(method, OnlineLinearBase):
         return method.requantization_source is None
@@ -125,7 +127,7 @@ def _quantises_itself(module: torch.nn.Module) -> bool:
 
 
 def _quantised_checkpoint(module: torch.nn.Module) -> str | None:
-    """The method of a layer whose checkpoint is quantised; None: it is another layer."""
+    """The quantisation method of a layer whose checkpoint is quantised; None for other layers."""
     method = getattr(module, "quant_method", None)
     if not isinstance(module, LinearBase | RoutedExperts | VocabParallelEmbedding) or _quantises_itself(module):
         return None
@@ -134,11 +136,11 @@ def _quantised_checkpoint(module: torch.nn.Module) -> str | None:
 
 
 def _loaded_parameters(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The layer's own parameters as a checkpoint fills them. Quantising replaces them, and adds its scales."""
+    """The layer's own parameters as a checkpoint fills them, before quantisation replaces them and adds scales."""
     now = dict(module.named_parameters(recurse=False))
     if _quantises_itself(module):
         loaded = get_layerwise_info(module).restore_metadata[0]
-        now = loaded | {name: now[name] for name in ("bias",) if name in now}  # of which vLLM keeps no record
+        now = loaded | {name: now[name] for name in ("bias",) if name in now}  # vLLM keeps no record of biases
     for name, parameter in now.items():
         yield f"{prefix}.{name}" if prefix else name, parameter
 
@@ -146,8 +148,8 @@ def _loaded_parameters(prefix: str, module: torch.nn.Module) -> Iterator[tuple[s
 def _parts(
     name: str, prefix: str, module: torch.nn.Module, parameter: torch.Tensor, packed: dict[str, list[str]]
 ) -> Iterator[tuple[str, tuple[int, ...] | None]]:
-    """The tensors of a checkpoint that fill one parameter, with their full shapes (None: unknown); none if vLLM
-    arranges them in its own way."""
+    """The checkpoint tensors that fill one parameter, with full shapes (None: unknown); empty if the layout is
+    unknown."""
     kind = name.rsplit(".", 1)[-1]
     if isinstance(module, LinearBase):
         if not (isinstance(module.quant_method, UnquantizedLinearMethod) or _quantises_itself(module)):
@@ -167,12 +169,12 @@ def _parts(
     elif isinstance(module, VocabParallelEmbedding):
         if kind == "weight":
             yield name, (module.org_vocab_size, module.embedding_dim)
-    elif parameter.ndim == 1:  # norms; where they are sharded, the loader checks them
+    elif parameter.ndim == 1:  # norms; if they are sharded, vLLM's loader checks them
         yield name, tuple(parameter.shape) if get_tensor_model_parallel_world_size() == 1 else None
 
 
 def _expert_parts(kind: str, prefix: str, module: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """A tensor for each expert and projection, of all ranks: vLLM itself would treat a missing one as padding."""
+    """One tensor per expert and projection, over all ranks: vLLM itself would treat a missing one as padding."""
     config = module.moe_config
     single = len(module.get_expert_mapping()) == 3 * config.num_logical_experts
     if not (single and (isinstance(module.quant_method, UnquantizedFusedMoEMethod) or _quantises_itself(module))):
@@ -188,7 +190,7 @@ def _expert_parts(kind: str, prefix: str, module: Any) -> Iterator[tuple[str, tu
 
 
 def _part_sizes(module: Any) -> list[int] | None:
-    """Output sizes over all ranks of the projections that vLLM stacks in one; None for a single one."""
+    """Output sizes, over all ranks, of the projections stacked in one layer; None if it is a single projection."""
     if isinstance(module, QKVParallelLinear):
         kv = module.total_num_kv_heads
         return [module.total_num_heads * module.head_size, kv * module.head_size, kv * module.v_head_size]

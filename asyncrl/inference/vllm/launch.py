@@ -1,4 +1,4 @@
-"""Starting vLLM: its arguments, its environment, and the thread that owns its processes."""
+"""Starts vLLM: arguments, environment, and the thread that owns its processes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from asyncrl.inference.vllm.support import RECORDING, check_vllm
 
 WORKER_EXTENSION = "asyncrl.inference.vllm.weight_transfer.WorkerExtension"
 BACKEND = "asyncrl"
-"""The name under which the weight-transfer engine is registered with vLLM."""
+"""Name of our weight-transfer engine in vLLM."""
 OWNER_VARIABLE = "ASYNCRL_VLLM_OWNER_PID"
-"""Environment variable of vLLM's processes: the process whose death ends all of them. vLLM's own additional_config
-enters the key of its compile cache: a process id there would make every start compile again."""
+"""Environment variable of vLLM's processes: id of the process whose death ends them. Not in vLLM's additional_config,
+which is part of its compile-cache key: every start would recompile."""
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_KV_SPARE = 2
-"""On a CPU the KV cache holds this many times what all requests at once need, up to the size above: vLLM clears all of
-it at the start. The rest keeps prompts that come again."""
+"""On a CPU the KV cache is this multiple of what all requests need together, up to the size above; the surplus caches
+prompts. More would slow the start, when vLLM clears all of it."""
 _MORE_BLOCKS = 2
-"""Of each request: one that vLLM uses for nothing, one where a sliding window begins within a block."""
+"""Spare blocks per request: one that vLLM leaves unused, one for a sliding window that starts within a block."""
 _ANY_CPU = "fp8_per_channel"
-"""The quantisation that needs no special instructions of a CPU."""
+"""The quantisation that needs no special CPU instructions."""
 _SHUTDOWN_S = 5.0
 """Time for vLLM's processes to end by themselves before they are killed."""
 
@@ -40,8 +40,8 @@ _SHUTDOWN_S = 5.0
 def engine_arguments(
     model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int, on_cpu: bool
 ) -> dict[str, Any]:
-    """The keyword arguments of AsyncEngineArgs. Raises ConfigError: a directory that is not there, a quantisation that
-    vLLM does not have here."""
+    """The keyword arguments of AsyncEngineArgs. Raises ConfigError: a missing directory, or a quantisation that vLLM
+    does not support here."""
     check_place(model.path)
     _check_quantization(model, settings, on_cpu=on_cpu)
     return {
@@ -57,7 +57,7 @@ def engine_arguments(
         "max_model_len": settings.context_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
-        # After a part of a prompt vLLM rewinds the request's generator, which generators on a CPU do not support.
+        # After a prompt chunk vLLM rewinds the request's generator, which CPU generators do not support.
         "enable_chunked_prefill": not on_cpu,
         "gpu_memory_utilization": settings.memory_share,
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None),
@@ -89,8 +89,8 @@ def _check_quantization(model: ModelConfig, settings: VllmEngineConfig, *, on_cp
 
 
 def _instructions() -> str:
-    """Those of this CPU, for the key of vLLM's compile cache, which has no such thing: what is stored there has the
-    width of this CPU's vectors written into it, and computes nonsense on another one that shares the cache."""
+    """Instruction set of this CPU, for vLLM's compile-cache key, which lacks it: cached code depends on the vector
+    width, and computes wrong results on a different CPU that shares the cache."""
     import torch
 
     return torch.backends.cpu.get_cpu_capability()
@@ -103,22 +103,22 @@ def _has_amx() -> bool:
 
 
 def owner_pid() -> int:
-    """In a process of vLLM: the process that started it."""
+    """In a process of vLLM: id of the process that started it."""
     return int(os.environ[OWNER_VARIABLE])
 
 
 class Launcher:
-    """A thread that starts vLLM, stays while it runs, and shuts it down.
+    """Owns the thread that starts vLLM, stays alive while it runs, and shuts it down.
 
-    One thread does all of it: Linux can end a process when the thread that created it ends (`shared/orphan_guard.py`).
-    The event loop stays free while vLLM loads.
+    It must be one thread, because Linux kills the processes when the thread that created them ends
+    (`shared/orphan_guard.py`). The event loop stays free while vLLM loads.
     """
 
     def __init__(self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int) -> None:
         self.started: Future[Any] = Future()
-        """The AsyncLLM; or ConfigError, or whatever vLLM raised."""
+        """The AsyncLLM, or the exception: ConfigError or vLLM's own."""
         self.counts: SchedulerCounts | None = None
-        """From the start on; None before it, and with a scheduler of the user's own."""
+        """None before the start, and with a user-defined scheduler."""
         self._arguments = (model, settings, load_real_weights, seed)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="vllm-launcher", daemon=True)
@@ -127,12 +127,12 @@ class Launcher:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends vLLM's processes, blocking; False if that takes longer."""
+        """Ends vLLM's processes; blocks. Returns False if that takes longer than `timeout_s`."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         if self.started.done():
-            self.started = Future()  # vLLM complains when the interpreter has to delete its objects
+            self.started = Future()  # vLLM logs errors if its objects are deleted at interpreter exit
         return not self._thread.is_alive()
 
     def _main(self) -> None:
@@ -142,7 +142,7 @@ class Launcher:
             if "scheduler_cls" not in settings.engine_args:
                 self.counts = SchedulerCounts()
             llm = _launch(model, settings, load_real_weights=load_real_weights, seed=seed, counts=self.counts)
-        except BaseException as error:  # noqa: BLE001 - task boundary: whoever waits for the start gets it
+        except BaseException as error:  # noqa: BLE001 - task boundary: the waiter of `started` gets it
             self.started.set_exception(error)
             return
         finally:
@@ -157,7 +157,7 @@ def death_of(llm: Any) -> str | None:
     """Why vLLM's EngineCore no longer serves; None while it does."""
     manager = llm.engine_core.resources.engine_manager
     if manager is not None:
-        with contextlib.suppress(ValueError):  # its processes were closed: `errored` says so
+        with contextlib.suppress(ValueError):  # the processes were closed: see `errored`
             gone = connection.wait([process.sentinel for process in manager.processes], timeout=0)
             if gone:
                 return "vLLM's EngineCore process ended"
@@ -172,7 +172,7 @@ def _launch(
     seed: int,
     counts: SchedulerCounts | None,
 ) -> Any:
-    """`counts`: where its scheduler counts, if it does."""
+    """`counts`: shared memory for the scheduler's counters."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.utils.system_utils import set_env_var
@@ -180,17 +180,17 @@ def _launch(
 
     on_cpu = current_platform.is_cpu()
     arguments = engine_arguments(model, settings, load_real_weights=load_real_weights, seed=seed, on_cpu=on_cpu)
-    with contextlib.ExitStack() as environment:  # vLLM takes these from nowhere else
+    with contextlib.ExitStack() as environment:  # vLLM reads these from the environment only
         environment.enter_context(set_env_var(OWNER_VARIABLE, str(os.getpid())))
         if counts is not None:
             environment.enter_context(set_env_var(VARIABLE, str(counts.path)))
         if on_cpu:
-            if settings.tensor_parallel_size == 1:  # the worker lives in EngineCore: one process less
+            if settings.tensor_parallel_size == 1:  # the worker then lives in EngineCore: one process fewer
                 environment.enter_context(set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))
             environment.enter_context(set_env_var("VLLM_CPU_OMP_THREADS_BIND", "nobind"))
         config = AsyncEngineArgs(**arguments).create_engine_config()
         if on_cpu:
-            yield_to_others()  # vLLM's processes, which this thread starts, have its priority
+            yield_to_others()  # vLLM's processes inherit this thread's priority
             if config.cache_config.kv_cache_memory_bytes == _CPU_KV_CACHE_BYTES:  # neither recipe nor user chose
                 config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config, settings)
         scheduler = config.scheduler_config
@@ -200,7 +200,7 @@ def _launch(
 
 
 def cpu_kv_cache_bytes(config: Any, settings: VllmEngineConfig) -> int:
-    """Of vLLM's configuration: what the requests need, where every layer keeps keys and values; else the most."""
+    """KV cache bytes for all requests, if every layer has keys and values; otherwise the maximum. `config`: vLLM's."""
     model, parallel = config.model_config, config.parallel_config
     if model.is_hybrid or model.is_attention_free:
         return _CPU_KV_CACHE_BYTES

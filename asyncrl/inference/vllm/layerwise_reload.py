@@ -1,7 +1,8 @@
-"""Loads new weights into a model that vLLM serves: vLLM's layer-wise reload, with its gaps closed.
+"""Loads new weights into a served vLLM model by vLLM's layer-wise reload, and closes the gaps of that reload.
 
 vLLM gathers the tensors of a layer, loads them into fresh memory, processes them (quantisation, packing) and copies the
-result over the old ones, so that CUDA graphs stay valid. It holds references to the tensors until a layer is complete.
+result over the old tensors, so that CUDA graphs stay valid. It holds references to the tensors until a layer is
+complete.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ class Reload:
         self._model = model
         self._model_config = model_config
         self._reloaded: torch.nn.Module | None = None
-        """The model, or its layers, that the reload in progress loads."""
+        """The model or layers that are being reloaded."""
         self._kernels: list[tuple[Any, Any]] = []
         self.expected = ExpectedTensors(model)
 
     @property
     def computes_together(self) -> bool:
-        """The scale of a layer is that of all its shards."""
+        """Quantisation scales are computed over all shards of a layer."""
         return self.expected.quantises and get_tensor_model_parallel_world_size() > 1
 
     def check(self, spec: TensorSpec) -> None:
         self.expected.check(spec)
 
     def start(self, names: Collection[str] | None) -> None:
-        """`names`: the tensors that will come, all of each layer; None: all of the model.
+        """`names`: the tensors to expect, whole layers only; None: all of the model.
 
         Raises WeightTransferError: the model cannot take published weights."""
         self.expected.require_loadable()
@@ -52,7 +53,7 @@ class Reload:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
         """Consumes all of `tensors`; `names` as in `start`.
 
-        Raises WeightTransferError naming a tensor that is missing or that vLLM refused, and what `tensors` raises.
+        Raises WeightTransferError naming a missing or refused tensor, and the errors of `tensors`.
         """
         published: set[str] = set()
 
@@ -90,8 +91,8 @@ class Reload:
         self._finalize()
 
     def _layers_of(self, names: Collection[str]) -> torch.nn.Module:
-        """The layers that these tensors fill and those tied to them, in the model's order, as `repack_tied` needs
-        them."""
+        """The layers that these tensors fill and layers tied to them, in the model's order, which `repack_tied`
+        needs."""
         filled = map(self._model.get_submodule, self.expected.layers_of(names))
         parameters = {id(parameter) for layer in filled for parameter in layer.parameters(recurse=False)}
         return torch.nn.ModuleList(
@@ -101,13 +102,13 @@ class Reload:
         )
 
     def _require_whole(self) -> None:
-        """Raises WeightTransferError: the model has passed over a part of a layer, for which vLLM's reload would take
-        whatever is in fresh memory."""
+        """Raises WeightTransferError: the model skipped a part of a layer; vLLM's reload would use uninitialized memory
+        for it."""
         assert self._reloaded is not None, "load before start"
         for layer in self._reloaded.modules():
             info = get_layerwise_info(layer)
             if not (isinstance(layer, LinearBase) and isinstance(layer.quant_method, UnquantizedLinearMethod)):
-                continue  # others may be padded
+                continue  # other layers may be padded
             if info.load_numel_total is not None and 0 < info.load_numel < info.load_numel_total:
                 found = f"{info.load_numel_total - info.load_numel} of its entries did not come"
                 do = "publish all of named_weights()"
@@ -119,13 +120,13 @@ class Reload:
             return
         finalize_layerwise_reload(reloaded, self._model_config)
         for method, kernel in self._kernels:
-            if method.moe_kernel is None:  # a layer that has its old tensors
+            if method.moe_kernel is None:  # the layer kept its old tensors
                 method.moe_kernel = kernel
         repack_tied(reloaded)
 
     def _let_experts_be_packed(self, reloaded: torch.nn.Module) -> None:
-        """On CPU vLLM packs the weights of experts only when it first makes their kernel, and would use reloaded
-        weights as if they were packed. Removing the kernel makes it build a new one, and pack."""
+        """On CPU vLLM packs expert weights only when it builds their kernel, and would treat reloaded weights as
+        packed. Removing the kernel forces a rebuild, which packs them."""
         self._kernels = []
         for module in reloaded.modules() if current_platform.is_cpu() else ():
             method = getattr(module, "quant_method", None)
@@ -136,8 +137,8 @@ class Reload:
 
 def repack_tied(reloaded: torch.nn.Module) -> None:
     """On CPU a linear layer computes with a packed copy of its weight. The reload skips a layer whose weight belongs to
-    an earlier one, such as an output layer tied to the embeddings, so its copy would stay the old one. Where the
-    earlier layer has a copy of its own, packed in the same way, that one is taken."""
+    an earlier layer, such as an output layer tied to the embeddings, so its packed copy would be outdated. Reuses the
+    earlier layer's packed copy if it has one of the same kind, else packs again."""
     owners: dict[int, Any] = {}
     for module in reloaded.modules():
         weight = getattr(module, "weight", None)

@@ -1,4 +1,4 @@
-"""A publish as vLLM's four calls; one that is staged comes before them, by calls of our own."""
+"""A publish as vLLM's four calls; staging precedes them, by our worker extension's calls."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.types import Digest, Manifest, TransferSource
 
 _LOOKS_S = 0.005, 0.1
-"""Seconds between two looks whether a publish is staged, at first and at last: each costs a turn of vLLM's loop."""
+"""First and longest polling interval for the end of staging; each poll costs a turn of vLLM's loop."""
 _GRACE_S = 10.0
-"""Time that the workers have beyond their own deadline."""
+"""Extra time beyond the workers' own deadline."""
 
 
 class VllmPublishCalls(PublishCalls):
@@ -23,17 +23,17 @@ class VllmPublishCalls(PublishCalls):
         super().__init__("vLLM")
         self._llm = llm
         self._staged: tuple[Manifest, TransferSource] | None = None
-        """The publish that the workers have beside the model."""
+        """The staged publish."""
 
     async def stage(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        """As `StagingEngine.stage_weights`; else as `receive`."""
+        """As `StagingEngine.stage_weights`; cancellation as in `receive`."""
         self._staged = None
         digest = await self._ended(self._stage, manifest, source, timeout_s)
         self._staged = manifest, source
         return digest
 
     async def load_staged(self, timeout_s: float) -> None:
-        """As `StagingEngine.load_staged`; else as `receive`."""
+        """As `StagingEngine.load_staged`; cancellation as in `receive`."""
         staged, self._staged = self._staged, None
         if staged is None:
             raise WeightTransferError(explain("load staged weights", "none came whole", "stage a publish first"))

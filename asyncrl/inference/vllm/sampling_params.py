@@ -11,9 +11,10 @@ _MASK = (1 << 64) - 1
 
 
 def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
-    """vLLM's SamplingParams. Only `stop_token_ids` end a response: the model's own end token counts if it is there.
+    """vLLM's SamplingParams. Only `stop_token_ids` end a response; the model's own end token must be among them to
+    count.
 
-    Where tokens are only scored, vLLM still samples one, which is dropped.
+    For a scoring request vLLM still samples one token, which is dropped.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -33,12 +34,12 @@ def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
         seed=stream_seed(request.seed, request.first_position),
         ignore_eos=True,
         logprobs=0,
-        flat_logprobs=True,  # no dictionary and object for each token
+        flat_logprobs=True,  # avoids a dictionary and an object per token
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         structured_outputs=guide,
     )
-    if sampling.experts:  # the hidden state of the token before predicts a token: its experts are the token's
+    if sampling.experts:  # a token is predicted at the previous position, whose experts count as its own
         params.routed_experts_prompt_start = len(request.prompt_ids) - 1
     return params
 
@@ -46,9 +47,8 @@ def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
 def stream_seed(seed: int, first_position: int) -> int:
     """The seed of one vLLM request, in `[0, 2**63)`.
 
-    vLLM has one generator per request, which cannot start in the middle. So a resumed request gets a new stream,
-    independent of its earlier ones. Source: the finaliser of splitmix64 (Steele, Lea, Flood 2014), once over each
-    number.
+    vLLM's per-request generator cannot start in the middle of a stream, so a resumed request gets a new, independent
+    stream. Source: the finaliser of splitmix64 (Steele, Lea, Flood 2014), applied to each number.
     """
     return _mix(_mix(seed & _MASK) + first_position) >> 1
 

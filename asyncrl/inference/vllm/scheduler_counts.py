@@ -1,7 +1,7 @@
-"""How many passes vLLM's model makes, and how often vLLM takes a running request out of its KV cache to make room.
+"""Counts vLLM's model passes, and its preemptions of running requests for lack of KV cache.
 
-vLLM tells it only with all of its statistics, which cost its front end a share of every token. Here its scheduler adds
-to numbers in memory that the owner reads. This module imports vLLM only when it is imported in vLLM's own process.
+vLLM reports these only with all of its statistics, which cost its front end time per token. Here a subclass of its
+scheduler counts in shared memory that the owner reads. Only vLLM's own process imports vLLM through this module.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "ASYNCRL_VLLM_COUNTS"
-"""Environment variable of vLLM's processes: the file with the numbers."""
+"""Environment variable of vLLM's processes: path of the counters' file."""
 _PREEMPTIONS, _STEPS = slice(0, 8), slice(8, 16)
 _BYTES = 16
 
 
 class SchedulerCounts:
-    """The owner's end: a file of 16 bytes, which has no name any more once vLLM has started."""
+    """The owner's side: a file of 16 bytes, unlinked once vLLM has started."""
 
     def __init__(self) -> None:
         descriptor, name = tempfile.mkstemp(prefix="asyncrl-vllm-counts-")
@@ -44,12 +44,12 @@ class SchedulerCounts:
 
 
 def scheduler_class(*, asynchronous: bool) -> str:
-    """The name that vLLM imports its scheduler by."""
+    """The import path of the scheduler for vLLM."""
     return f"{__name__}.{'CountingAsyncScheduler' if asynchronous else 'CountingScheduler'}"
 
 
 def hide_warning() -> None:
-    """In vLLM's process: it warns of schedulers that are not its own, which may be slower than this one."""
+    """Hides vLLM's warning about custom schedulers, in vLLM's process."""
     logging.getLogger("vllm.config.scheduler").addFilter(lambda record: __name__ not in record.getMessage())
 
 
@@ -76,7 +76,7 @@ def _counting(base: Any) -> Any:
             return scheduled
 
         def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-            self._resets += 1  # what is taken out now is not for want of room
+            self._resets += 1  # preemptions by a cache reset are not for lack of room
             try:
                 return super().reset_prefix_cache(*args, **kwargs)
             finally:
@@ -91,7 +91,7 @@ def _counting(base: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """The classes are made when vLLM asks for them, in its process: their owner imports no vLLM here."""
+    """Creates the classes on demand, in vLLM's process, so that the owner does not import vLLM."""
     if name == "CountingScheduler":
         from vllm.v1.core.sched.scheduler import Scheduler
 

