@@ -105,3 +105,8 @@ def _misfit_of_scores(
         found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {vocab_size}"
         return found, "tokenize with the model's own tokenizer"
     return None
+
+
+def samplable_stops(request: GenerationRequest, vocab_size: int) -> list[int]:
+    """The distinct stop tokens within the vocabulary; others can never be sampled."""
+    return [i for i in dict.fromkeys(request.sampling.stop_token_ids) if 0 <= i < vocab_size]
