@@ -72,7 +72,7 @@ EXEMPT = (
         ("uses atexit._run_exitfuncs", "uses threading._shutdown"),
     ),
     Exempt(
-        "inference/vllm/weight_transfer.py",
+        "inference/vllm/compile_cache.py",
         "vLLM calls a method of what it has loaded that torch's own backend does not give it; its compile options on a "
         "CPU are fixed.",
         (

@@ -24,10 +24,10 @@ from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import spans_of
 from asyncrl.inference.shared.tensor_feed import Feed
 from asyncrl.inference.vllm import support
+from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import cpu_kv_cache_bytes, engine_arguments
 from asyncrl.inference.vllm.sampling_params import stream_seed
 from asyncrl.inference.vllm.streams import VllmStream
-from asyncrl.inference.vllm.weight_transfer import complete_loaded_functions
 from asyncrl.types import ModelFacts
 from asyncrl_testing.engine_client import make_request
 

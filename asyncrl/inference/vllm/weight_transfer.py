@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from asyncrl.inference.shared.orphan_guard import die_with
 from asyncrl.inference.shared.weight_update import WorkerUpdate
+from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import BACKEND, owner_pid
 from asyncrl.inference.vllm.layerwise_reload import Reload
 from asyncrl.inference.vllm.scheduler_counts import hide_warning
@@ -116,29 +116,3 @@ class WorkerExtension:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, AsyncrlWeightTransfer)
-
-
-# Repairs vLLM's cache of compiled models on CPUs.
-
-
-_FINISH = "finalize_loading"
-
-
-def complete_loaded_functions() -> None:
-    """Adds the method `finalize_loading` to cached functions that lack it. vLLM calls it on whatever it loads, but on a
-    CPU it uses torch's backend, whose functions do not have it; without the method every start recompiles the model, 5
-    s for the smallest. There is nothing to finalize. Idempotent."""
-    load: Any = torch.compiler.load_compiled_function
-    if getattr(load, "completes", False):
-        return
-
-    @functools.wraps(load)
-    def completing(*args: Any, **kwargs: Any) -> Any:
-        loaded = load(*args, **kwargs)
-        function = loaded._artifacts.compiled_fn
-        if not hasattr(function, _FINISH):
-            setattr(function, _FINISH, lambda config: None)
-        return loaded
-
-    completing.completes = True  # type: ignore[attr-defined]
-    torch.compiler.load_compiled_function = completing
