@@ -77,7 +77,7 @@ def _raised(error: BaseException) -> Raised:
     if isinstance(error, Exception):
         try:
             pickled = pickle.dumps(error)
-        except Exception:  # noqa: BLE001 - any exception may come of pickling one that a user defined
+        except Exception:  # noqa: BLE001 - pickling runs code of the user
             pickled = None
     return Raised(pickled if pickled is not None and len(pickled) <= MAX_ERROR_BYTES else None, summary, trace)
 

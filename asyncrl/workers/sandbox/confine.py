@@ -30,7 +30,7 @@ _LANDLOCK_PATH = 1
 _NOBODY = 65534
 _DEVICES_READ, _DEVICES_WRITTEN = ("/dev/zero", "/dev/random", "/dev/urandom"), ("/dev/null",)
 _DEVICE_LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
-"""Names in /dev -> what of /proc/self/fd they lead to."""
+"""Name in /dev -> entry of /proc/self/fd that it links to."""
 
 
 def libc() -> ctypes.CDLL:
@@ -38,8 +38,8 @@ def libc() -> ctypes.CDLL:
 
 
 def die_with_parent() -> None:
-    """Makes Linux kill this process when its parent ends. A change of user or namespace undoes it: call it
-    afterwards."""
+    """Makes Linux kill this process when its parent ends. Call it after a change of user or namespace, which undoes
+    it."""
     if sys.platform == "linux" and libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
