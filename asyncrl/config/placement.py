@@ -1,4 +1,4 @@
-"""What a recipe may ask for when generation and training take turns on the same devices (placement=colocated)."""
+"""Checks for recipes whose generation and training take turns on the same devices (placement=colocated)."""
 
 from __future__ import annotations
 

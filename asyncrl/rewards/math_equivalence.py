@@ -58,9 +58,7 @@ def _depth(text: str) -> int:
 
 def _verified(math_verify: Any, answer: str, truth: str) -> bool:
     for name in ("math_verify.parser", "math_verify.grader", "latex2sympy2_extended"):
-        logging.getLogger(name).setLevel(
-            logging.CRITICAL
-        )  # they warn about the missing timeout and each failure
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # they warn about the missing timeout and each failure
     # The whole as LaTeX: the default would take the first number of 3//8, which is 3
     latex = [math_verify.LatexExtractionConfig()]
     gold = math_verify.parse(f"${truth}$", latex, parsing_timeout=0)
