@@ -31,7 +31,7 @@ class TrainSequence:
 
 Microbatch = tuple[TrainSequence, ...]
 TrajectoryKey = tuple[int, int]
-"""(ordinal, place in `TrajectoryGroup.sequences`): of a trajectory its index in the group."""
+"""(ordinal, index in `TrajectoryGroup.sequences`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,12 +48,12 @@ class RankPlan:
 
     @property
     def microbatches(self) -> tuple[Microbatch, ...]:
-        """Those of all updates, in order."""
+        """Of all updates, in order."""
         return tuple(microbatch for update in self.updates for microbatch in update)
 
     @property
     def keys(self) -> tuple[TrajectoryKey, ...]:
-        """Of its sequences, each once, ascending: what the ranks fetch."""
+        """Ordinals of its sequences, unique and ascending, for the ranks' fetch."""
         return tuple(self.lengths)
 
     @property
