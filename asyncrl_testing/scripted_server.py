@@ -1,4 +1,4 @@
-"""What scripted servers of inference engines share: a `FakeEngine` behind a real socket."""
+"""Shared by scripted servers of inference engines: a `FakeEngine` behind a real socket."""
 
 from __future__ import annotations
 

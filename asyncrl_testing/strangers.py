@@ -58,6 +58,7 @@ def stranger(source: TransferSource, manifest: Manifest, *, speaks_curve: bool) 
         socket.connect(source.endpoint)
         for kind in (Kind.READY, Kind.ACK, Kind.ERROR):
             socket.send(ControlMessage(kind, manifest.publish_id, 1, 1 << 20, layout_of(manifest)).encode())
+        # Wait for the handshake's result: silence would prove nothing.
         assert monitor.poll(int(1000 * TIMEOUT_S)), "neither let in nor refused"
         event = recv_monitor_message(monitor)["event"]
         assert event in _REFUSED, f"a stranger was let in: {event}"

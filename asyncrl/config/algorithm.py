@@ -376,6 +376,7 @@ class AlgorithmConfig:
             found="they need the forward pass before the update that log_linear is to save",
             do="set algorithm.proximal=recompute, or leave them (or their normalize) out",
         )
+        # With ratio=proximal one correction may weigh by the ratio; with ratio=behavior none, the ratio is in the loss.
         weighers = [name for name in names if CORRECTIONS[name].weighs]
         require(
             self.ratio == "behavior" or len(weighers) <= 1,

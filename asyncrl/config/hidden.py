@@ -34,6 +34,7 @@ class Hidden:
 
     def __call__(self, text: str) -> str:
         """`text`, plain or JSON, with values replaced by their interpolations."""
+        # Longest first: a value may be part of another one.
         for value in sorted(self.values, key=len, reverse=True):
             if len(value) >= MIN_LENGTH:
                 for form in (value, *(encode(value)[1:-1] for encode in (json.dumps, repr))):

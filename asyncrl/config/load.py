@@ -84,12 +84,14 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _recipe(path: Path, layers: list[tuple[DictConfig, str]]) -> Recipe:
+    # The last preset named wins; its layers come first, so that every key of the recipe overrides it.
     named = [name for layer, _ in layers if (name := OmegaConf.select(layer, "algorithm.preset", default=None))]
     if named:
         layers = [(layer, f"the preset {named[-1]}") for layer in _preset(str(named[-1]))] + layers
     merged = deepcopy(_nothing_set())
     unset: set[str] = set()
     for layer, origin in layers:
+        # A later layer may set a key that an earlier one marked as missing (???).
         unset = {key for key in unset if OmegaConf.select(layer, key, throw_on_resolution_failure=False) is None}
         unset |= OmegaConf.missing_keys(layer)
         _put_over(merged, layer, origin)

@@ -77,6 +77,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self._resolve_lengths()
+        # Lengths are resolved first: the checks below and the engines read them.
         batch, staleness, data = self.batch, self.staleness, self.data
         require(
             bool(data.train) != bool(data.mixture),
@@ -145,6 +146,7 @@ class Recipe:
         self._check_rewards()
         self._check_schedule()
         self._check_weights()
+        # Derived settings come last, after the checks of the settings as written.
         if self.is_colocated:
             require_turns(self.mode, self.rollout, staleness, self.eval)
             require_wakes(self.rollout, self.trainer, self.weights, keeps_requests=not self.empties_queue)
@@ -396,6 +398,7 @@ class Recipe:
         """Seconds without progress after which the run stops."""
         if self.recovery.stall_timeout_s is not None:
             return self.recovery.stall_timeout_s
+        # Twice the longest single wait, and long enough for all tolerated checkpoint failures in a row.
         longest = 2 * max(
             self.trainer.step_timeout_s,
             self.eval.timeout_s,

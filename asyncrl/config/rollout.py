@@ -541,6 +541,7 @@ def with_lengths(
     """
     longest = max_prompt_tokens + response_limit(rollout)
     writes_prompts = rollout.environment not in ("single_turn", "tool_use", "interleaved_tool_use")
+    # The engine's length first; a micro-batch never needs more than the engine takes.
     engine = rollout.settings
     if engine.max_model_len is None:
         length = max(longest, engine.context_tokens) if writes_prompts else longest

@@ -46,6 +46,7 @@ def trainer_threads(recipe: Recipe, *, cores: int, num_nodes: int = 1, node_gpus
         return trainer.num_threads
     num_ranks = math.ceil(trainer.num_ranks / num_nodes)
     num_replicas = math.ceil(rollout.num_replicas / num_nodes)
+    # With GPUs, processes fill a node before they use the next one, so the fullest node decides.
     if node_gpus:
         num_ranks = min(trainer.num_ranks, node_gpus)
         wanted = trainer.num_ranks + rollout.num_replicas * rollout.settings.num_workers

@@ -156,6 +156,7 @@ def _write(rng: random.Random, level: int, steps: tuple[_Step, ...]) -> Problem:
     equations, before = [], 0
     for step in steps:
         if step.operator is not None:
+            # An opening of two numbers (boxes of things) brings both operands; other steps go on from the result.
             left = step.numbers[0] if len(step.numbers) == 2 else before
             equations.append(f"{left}{step.operator}{step.numbers[-1]}={step.value}.")
         before = step.value

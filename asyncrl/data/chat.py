@@ -87,6 +87,7 @@ class Chat:
             or type(known)._decode is not kind._decode
         ):
             return None
+        # Only the library's own decoding is reproduced by the file; spaces cleaned up in Python are not.
         backend = known.backend_tokenizer
         spares = type(backend.model).__name__ == "BPE" and not getattr(known, _CLEANS_BPE, True)
         if known.clean_up_tokenization_spaces and not spares:
@@ -130,6 +131,7 @@ class Chat:
 
         Raises DataError: the template refuses the messages.
         """
+        # Render a dummy conversation and keep what follows its reply: templates offer no rendering of a suffix.
         before = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
         text = self._render([*before, *map(self._speakable, messages)], {})
         at = text.index(_REPLY) + len(_REPLY)

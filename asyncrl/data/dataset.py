@@ -54,6 +54,7 @@ def read_rows(source: str, schema: Schema = "auto", system_prompt: str | None = 
         rows = itertools.chain.from_iterable(_read_file(file, schema) for file in _files(path))
     else:
         rows = read_hub(parse_hub_name(source), schema)
+    # Checked at the end: rows are streamed, so emptiness is known only then.
     is_empty = True
     for row in rows:
         is_empty = False
@@ -159,6 +160,7 @@ def _batch_rows(batches: Iterable[Any], place: str, schema: Schema) -> Iterator[
 
 
 def _missing(source: str, path: Path) -> DataError:
+    # Suggest the closest name in the nearest folder that exists.
     folder = next(parent for parent in path.parents if parent.is_dir())
     names = [entry.name for entry in folder.iterdir()]
     wanted = path.relative_to(folder).parts[0]

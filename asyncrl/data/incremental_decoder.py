@@ -47,6 +47,7 @@ class IncrementalDecoder:
         """The text that these tokens make final."""
         self._window.extend(int(i) for i in token_ids)
         text = self._decode(self._window)
+        # Trailing replacement characters may be the start of an incomplete character.
         stable = len(text)
         while stable > len(text) - _UNSTABLE_CHARACTERS and text[:stable].endswith(_REPLACEMENT):
             stable -= 1

@@ -88,6 +88,7 @@ class PromptStream:
         if not self.shuffle and not is_ordered:
             return position
         if epoch not in self._orders:
+            # Permutations are large; keep only the epochs in flight.
             while len(self._orders) >= _CACHED_EPOCHS:
                 del self._orders[next(iter(self._orders))]
             keys = _keys(self.num_rows, self.seed, epoch)
@@ -109,6 +110,7 @@ class MixedStream:
         self._sources = tuple(sources)
         self._streams = tuple(streams)
         self._counts = _counts([source.weight for source in sources])
+        # Exact fractions: with floats, equal positions of two sources would depend on rounding.
         places = sorted(
             (Fraction(2 * k + 1, 2 * count), number) for number, count in enumerate(self._counts) for k in range(count)
         )

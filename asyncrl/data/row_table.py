@@ -117,6 +117,7 @@ class RowWriter:
             self._file.close()
         except OSError as error:
             raise unwritable(self._path, error) from error
+        # Ownership of the file passes from the writer to the table.
         self._unlink.detach()
         table = RowTable(self._path, self._num_rows)
         table._unlink = weakref.finalize(table, self._path.unlink, missing_ok=True)

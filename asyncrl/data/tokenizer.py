@@ -105,6 +105,7 @@ class PromptRenderer:
 
         Raises DataError naming the row: it renders to no token.
         """
+        # Fast path: too few bytes to exceed the limit in tokens.
         if text and self._bounds_bytes and len(text) < limit:
             normalised = self._normalizer.normalize_str(text) if self._normalizer is not None else text
             if normalised.strip() and len(normalised.encode()) < limit:

@@ -72,6 +72,7 @@ def parse_json(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
     if re.match(r'\{\s*"(name|type|function)"\s*:', rest) is None:
         return []
     decoder, calls = json.JSONDecoder(), []
+    # A response may hold several objects, separated by blanks, semicolons or commas.
     while rest.startswith("{"):
         try:
             value, end = decoder.raw_decode(rest)

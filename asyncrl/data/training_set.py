@@ -105,6 +105,7 @@ class _Collected:
                 taken += 1
             else:
                 dropped += 1
+        # Both checks are per source: an empty source would silently change the mixture.
         if not in_range:
             found = f"no row has {key} between {data.curriculum.min:g} and {data.curriculum.max:g}"
             raise DataError(explain(f"the curriculum of {path}", found, "widen data.curriculum.min and max"))
@@ -149,6 +150,7 @@ class _Collected:
             if self._data.on_long_prompt == "drop":
                 return False
             raise too_long(row, tokens, limit)
+        # The digest covers all that a prompt or reward depends on, in order; see `TrainingSet.digest`.
         extra = json.dumps(sorted(row.extra), default=repr)
         self._digest.update("\0".join((text, row.ground_truth, extra, "")).encode())
         if len(self.writer) < TOKENIZED_ROWS:

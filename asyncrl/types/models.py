@@ -160,6 +160,7 @@ def _unusual(text: Mapping[str, Any]) -> Iterator[str]:
 def _kinds(text: Mapping[str, Any], *, slides: bool) -> Iterator[str]:
     """The kinds of layers. Configs of models with one kind do not name it; it follows from a window or keys of
     recurrent layers."""
+    # Newer configs name each layer; the keys of recurrent layers differ per family.
     named = text.get("layer_types") or text.get("layers_block_type") or text.get("block_types")
     if named:
         yield from ("full_attention" if kind == "attention" else str(kind) for kind in named)

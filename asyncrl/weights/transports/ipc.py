@@ -271,7 +271,7 @@ class IpcReceiver:
                 found = f"the trainer is on {self._source.host}, this replica on {platform.node()}"
                 do = "set weights.transport=collective: ipc serves one machine"
                 raise WeightTransferError(explain("receive weights by ipc", found, do)) from error
-            # No mapping is no error: the READY carries the reason, and shared memory serves.
+            # A failed mapping is not an error: READY carries the reason, and the publish uses shared memory.
             if self._source.device_memory:
                 try:
                     self._mapped, self._note = self._map_device(), ""
