@@ -81,7 +81,7 @@ def listeners(processes: Iterable[psutil.Process]) -> set[tuple[int, str, int]]:
 
 
 class StrangerSuite:
-    """What every transport with a control channel passes. Needs a fixture `rig` that returns a `Rig`."""
+    """Tests of every transport with a control channel. Needs a fixture `rig` that returns a `Rig`."""
 
     @pytest.mark.parametrize("speaks_curve", [False, True])
     def test_a_stranger_in_the_middle_of_a_publish_changes_nothing(

@@ -47,8 +47,8 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Sends `weights_of(seed, small=small)`, with a hold before the tensor `hold_at`. `max_file_bytes`: what the
-    process may write into one file meanwhile. `base`: sends the differences to the weights of this seed; None sends all
+    """Sends `weights_of(seed, small=small)`, with a hold before the tensor `hold_at`. `max_file_bytes`: limit on a file
+    that the process writes during the send. `base`: sends the differences to the weights of this seed; None sends all
     weights, and receivers keep them if `is_kept`."""
 
     publish_id: int

@@ -185,7 +185,7 @@ class GymnasiumConfig:
     max_observation_tokens: PositiveInt = 512
     """A longer observation is cut, with a note."""
     reward: Literal["sum", "final"] = "sum"
-    """What a trajectory's reward is: the sum of the rewards of its actions, or that of the last one."""
+    """Reward of a trajectory: the sum of its actions' rewards, or the last one."""
     workers: PositiveInt = 2
     """Processes that hold the environments of all trajectories of a rollouter."""
     step_timeout_s: Positive = 30.0
@@ -214,7 +214,7 @@ class OpenEnvConfig:
     max_observation_tokens: PositiveInt = 512
     """A longer observation is cut, with a note."""
     reward: Literal["sum", "final"] = "sum"
-    """What a trajectory's reward is: the sum of the rewards of its actions, or that of the last one."""
+    """Reward of a trajectory: the sum of its actions' rewards, or the last one."""
     max_sessions: PositiveInt = 16
     """Sessions of a rollouter at the same time; further trajectories wait, within rollout.trajectory_timeout_s. The
     server must take them (its max_concurrent_envs)."""
@@ -229,7 +229,7 @@ class OpenEnvConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersConfig:
     env: dict[str, Any] = field(default_factory=dict)
-    """For environment verifiers: what `[env]` has in a config of verifiers, such as `{taskset: {id: NAME}}`."""
+    """For environment verifiers: the `[env]` section of its config, such as `{taskset: {id: NAME}}`."""
     max_tasks: PositiveInt = 10000
     """Tasks of the taskset that are loaded."""
     max_turns: PositiveInt = 32

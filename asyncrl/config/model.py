@@ -52,9 +52,9 @@ class ModelPoolConfig:
     engine: Literal["torch", "vllm"] = "torch"
     """As rollout.engine."""
     torch: TorchEngineConfig = field(default_factory=TorchEngineConfig)
-    """As rollout.torch; max_model_len None takes what is asked of the pool."""
+    """As rollout.torch; max_model_len None takes the pool's longest request."""
     vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
-    """As rollout.vllm; max_model_len None takes what is asked of the pool."""
+    """As rollout.vllm; max_model_len None takes the pool's longest request."""
     request_timeout_s: Positive = 300.0
     """Longest time for one answer over all its attempts, waiting included; the attempt at the group then fails."""
 

@@ -41,7 +41,7 @@ class Recipe:
     """never: refuse a directory that holds a run. auto: resume from its newest intact checkpoint. A path names a
     checkpoint."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The policy: what is trained and served."""
+    """The policy, which is trained and served."""
     data: DataConfig = field(default_factory=DataConfig)
     """Where prompts come from."""
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -164,7 +164,7 @@ class Recipe:
             object.__setattr__(self, "algorithm", replace(self.algorithm, overlong=overlong))
 
     def _check_algorithm(self) -> None:
-        """Checks what algorithm and reward require of batch and rollout."""
+        """Checks the requirements of algorithm and reward on batch and rollout."""
         algorithm, group_size = self.algorithm, self.batch.group_size
         relative = ADVANTAGES[algorithm.advantage].is_relative
         for asked, compares in (
@@ -289,8 +289,8 @@ class Recipe:
         )
 
     def _check_weights(self) -> None:
-        """Checks that those who wait for a publish outwait it: ranks in a collective, and requests at the gates of
-        replicas. And that the other parts can send and take it."""
+        """Checks that waits for a publish (ranks in a collective, requests at replicas' gates) have longer timeouts
+        than the publish, and that the other parts support it."""
         waits_s, transfer_s = self.trainer.collective_timeout_s, self.weights.transfer_timeout_s
         require(
             self.trainer.num_ranks == 1 or self.sends_snapshots or waits_s > transfer_s,
@@ -314,7 +314,7 @@ class Recipe:
             self._check_delta()
 
     def _check_shared_gpus(self) -> None:
-        """Checks what GPUs that replicas share with trainer ranks require of the other parts."""
+        """Checks the requirements of GPUs shared by replicas and trainer ranks."""
         key = f"rollout.{self.rollout.engine}.gpu_share={self.rollout.settings.gpu_share:g}"
         require(
             self.weights.transport in ("ipc", "disk"),

@@ -90,7 +90,7 @@ def _check_gpu_share(section: str, config: VllmEngineConfig | SglangEngineConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchEngineConfig:
     num_slots: PositiveInt = 64
-    """Requests that one replica decodes at once; more wait in its queue."""
+    """Requests that one replica decodes concurrently; more wait in its queue."""
     max_model_len: Annotated[int, Ge(2)] | None = None
     """Longest prompt plus response, in tokens. None takes data.max_prompt_tokens plus the longest response of a
     trajectory (all turns together). For agents and custom environments, which write their own prompts, it takes at
@@ -114,7 +114,7 @@ class TorchEngineConfig:
 
     @property
     def decodes_at_once(self) -> int:
-        """Requests that one replica decodes at once; more wait."""
+        """Requests that one replica decodes concurrently; more wait."""
         return self.num_slots
 
     @property
@@ -150,7 +150,7 @@ class VllmEngineConfig:
     max_model_len: Annotated[int, Ge(2)] | None = None
     """As rollout.torch.max_model_len, but at least 4096 where that takes at least 512."""
     max_num_seqs: PositiveInt = 256
-    """Requests that one replica decodes at once."""
+    """Requests that one replica decodes concurrently."""
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens that one step computes, prompts and responses together; None leaves it to vLLM."""
     gpu_share: PositiveShare = 1.0
@@ -171,13 +171,13 @@ class VllmEngineConfig:
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts for later requests with the same prefix, until the weights change."""
     stream_interval: PositiveInt = 8
-    """Tokens that are streamed together. Of each request a dying replica loses those that it had not streamed."""
+    """Tokens that are streamed together. A dying replica loses the tokens that it has not streamed."""
     enforce_eager: bool = False
     """Skip CUDA graphs and torch.compile."""
     enable_sleep_mode: bool = False
     """Let the engine release its GPU memory while it is paused. Not on a CPU. placement=colocated sets it."""
     record_experts: bool = False
-    """Mixtures of experts: report what the routers chose for each token. On GPUs, with enable_prefix_caching.
+    """Mixtures of experts: report the routers' choices per token. On GPUs, with enable_prefix_caching.
     trainer.router_replay=rollout sets it."""
     structured_outputs: bool = False
     """Guided decoding for requests with a JSON schema; vLLM then loads the tokenizer. asyncrl-serve sets it."""
@@ -252,9 +252,9 @@ class SglangEngineConfig:
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one replica."""
     max_model_len: Annotated[int, Ge(2)] | None = None
-    """As rollout.torch.max_model_len; at least 4096 in place of 512."""
+    """As rollout.torch.max_model_len; at least 4096 instead of 512."""
     max_running_requests: PositiveInt = 256
-    """Requests that one replica decodes at once."""
+    """Requests that one replica decodes concurrently."""
     gpu_share: PositiveShare = 1.0
     """As rollout.vllm.gpu_share."""
     mem_fraction_static: PositiveShare | None = None
@@ -265,7 +265,7 @@ class SglangEngineConfig:
     kv_admission: KvAdmissionMode = "expected"
     """As rollout.vllm.kv_admission."""
     stream_interval: PositiveInt = 8
-    """Tokens that are streamed together. Of each request a dying replica loses those that it had not streamed.
+    """Tokens that are streamed together. A dying replica loses the tokens that it has not streamed.
     rollout.interrupt=keep needs 1."""
     disable_radix_cache: bool = False
     """Keep no KV cache of prompts for later requests with the same prefix. The cache is valid for one set of
@@ -278,7 +278,7 @@ class SglangEngineConfig:
     enable_memory_saver: bool = False
     """Let the engine release its GPU memory while it is paused. Not on a CPU. placement=colocated sets it."""
     record_experts: bool = False
-    """Mixtures of experts: report what the routers chose for each token. The tokens of a response then arrive at its
+    """Mixtures of experts: report the routers' choices per token. The tokens of a response then arrive at its
     end, so those of a replica that dies are lost. trainer.router_replay=rollout sets it, and disable_overlap_schedule
     with rollout.interrupt=keep."""
     server_args: dict[str, Any] = field(default_factory=dict)

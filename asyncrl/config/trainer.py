@@ -127,10 +127,9 @@ class TrainerConfig:
     device: str = "auto"
     """auto takes cuda where there is one."""
     num_threads: PositiveInt | None = None
-    """Threads with which a rank computes on a CPU; beside a GPU they read models, copy weights and step an optimizer
-    that is kept in the host's memory. None takes the rank's share of its node's cores: of all cores in mode sync or
-    with placement=colocated, where replicas are idle while a rank works, and otherwise of those that the replicas
-    leave."""
+    """CPU threads of a rank; with a GPU they read models, copy weights and step an optimizer in host memory. None takes
+    the rank's share of its node's cores: of all cores in mode sync or with placement=colocated, where replicas are
+    idle, otherwise of the cores that replicas leave."""
     lr: Positive = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegativeInt = 0
@@ -145,9 +144,9 @@ class TrainerConfig:
     compile: bool = False
     """Compile each decoder layer with torch.compile."""
     router_replay: Literal["off", "rollout"] = "off"
-    """Mixtures of experts: where the experts of a token come from in training. off: from the trainer's own routers.
-    rollout: those that the engine chose when it sampled, weighted by the trainer's routers; prompts and texts of the
-    environment have the trainer's own. Engine torch (docs/algorithms.md)."""
+    """Mixtures of experts: the choice of experts in training. off: by the trainer's routers. rollout: as the engine
+    chose when it sampled, weighted by the trainer's routers; prompts and the environment's tokens use the trainer's
+    choice. Engine torch (docs/algorithms.md)."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters instead of all weights; a publish then sends the adapters only."""
     weight_decay: NonNegative = 0.0

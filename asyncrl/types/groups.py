@@ -34,7 +34,7 @@ class PartialTrajectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialGroup:
-    """What a checkpoint keeps of a running group: one entry per trajectory, in their order.
+    """A running group in a checkpoint: one entry per trajectory, in order.
 
     `ticket`: the tokens were sampled under it; its version is a lower bound of theirs.
     """

@@ -19,7 +19,7 @@ class GuardState:
 
     Attributes:
         limit: limit on the lag, in optimizer steps; at most `staleness.max_lag`.
-        is_raised: the bounds of the corrections are closer than the recipe says.
+        is_raised: the bounds of the corrections are closer than in the recipe.
         sick_steps: steps too far off-policy since the last healthy one, or since the last action.
         healthy_steps: healthy steps in a row since the last action.
         is_trial: the last action was a relaxation, not yet confirmed by healthy steps.

@@ -15,7 +15,7 @@ _LOGIT_TRANSFORMS = (
 )
 """Keys of models that change logits after the output layer (Gemma 2, RecurrentGemma, Cohere, Granite, Falcon-H1)."""
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""How Llama 3.1 and later scale rotary positions, beside the factor."""
+"""Scaling of rotary positions in Llama 3.1 and later, without the factor."""
 _OTHER_INPUTS = ("vision_config", "audio_config", "vit_config", "img_processor", "audio_processor", "mm_vision_tower")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _POSITIONS = ("max_position_embeddings", "n_positions")

@@ -206,7 +206,7 @@ class Trajectory:
 
     @property
     def policy_ids(self) -> np.ndarray:
-        """[n] int32: what the policy wrote of the response, trained or not."""
+        """[n] int32: tokens of the response that the policy wrote, trained or not."""
         written = [self.response_ids[s.start : s.stop] for s in self.segments if s.kind == "policy"]
         return np.concatenate(written) if written else self.response_ids[:0]
 

@@ -199,8 +199,8 @@ class PublishReport:
 
     `pause_s`: sum over transfers of (time from pause to commit) * (share of the replicas paused). For a publish to all
     replicas together this is the whole pause, for a rolling one the mean pause of a replica. `attempts`: transfers;
-    above 1, or the number of waves, weights were sent again. `replicas` serve the version; `nbytes` are those of the
-    model, `sent_bytes` those that one transfer carried, on average.
+    above 1, or the number of waves, weights were sent again. `replicas` serve the version. `nbytes`: of the model;
+    `sent_bytes`: per transfer, on average.
     """
 
     version: int | None

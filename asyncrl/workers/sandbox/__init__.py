@@ -291,7 +291,7 @@ def _communicate(
 
 
 def _feed(pipe: int, left: memoryview) -> memoryview:
-    """Writes what the pipe takes; returns the rest, which is empty when the reading end is closed."""
+    """Writes as much as the pipe takes; returns the rest, which is empty if the reading end is closed."""
     try:
         return left[os.write(pipe, left[:_CHUNK_BYTES]) :] if len(left) else left
     except BlockingIOError:
@@ -308,8 +308,8 @@ def _read_now(pipe: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills what is left. With namespaces that is the kernel's work; without, nothing could leave the group, but at
-    the lowest level, where what has left it is looked for."""
+    """Kills remaining processes. With namespaces the kernel does; with seccomp nothing can leave the group; at level
+    basic, descendants outside the group are killed too."""
     kill_tree(process, _LEAVE_S)
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
