@@ -53,7 +53,7 @@ class RankPlan:
 
     @property
     def keys(self) -> tuple[TrajectoryKey, ...]:
-        """Ordinals of its sequences, unique and ascending, for the ranks' fetch."""
+        """Keys of its sequences, unique and ascending: the ranks fetch these."""
         return tuple(self.lengths)
 
     @property

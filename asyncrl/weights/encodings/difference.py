@@ -3,9 +3,9 @@
 Elements are compared as unsigned integers, so NaN, -0.0 and denormals are ordinary bit patterns. A tensor is cut into
 blocks of `_BLOCK` elements; each takes one of these forms:
 
-    same     nothing has changed: no bytes besides the header
-    sparse   the gaps between changed elements and how much each has changed
-    planes   how much every element has changed, the lowest bytes of all elements first, then the next ones
+    same     nothing has changed: only the header
+    sparse   the gaps between changed elements, and their changes
+    planes   the changes of all elements: their lowest bytes, then the next bytes, and so on
     raw      the new elements
 
 A change is (new - old) modulo 2**bits, zigzag-coded: a float that moved by few units in its last place gives a small

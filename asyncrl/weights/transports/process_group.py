@@ -145,7 +145,7 @@ class BroadcastGroup:
         Raises:
             DeadlineExceeded: the work was not done in time.
             BroadcastFailed: a peer closed its connection.
-            What `watch` raises.
+            Also the errors of `watch`.
         """
         while not self._is_done(what, deadline):
             watch()
