@@ -23,11 +23,11 @@ class Process:
 
 
 class AsyncRLError(Exception):
-    """Root of all errors raised on purpose. `exit_code`: what `asyncrl-train` exits with when it ends the run."""
+    """Root of all errors raised on purpose. `exit_code`: of `asyncrl-train` if the error ends the run."""
 
     exit_code = 1
     process: Process | None = None
-    """The process that failed; None where no single one is to blame."""
+    """The process that failed; None if no single process is to blame."""
 
     def of(self, process: Process) -> Self:
         """This error, with the process that failed."""
@@ -56,7 +56,7 @@ class DeadlineExceeded(AsyncRLError, TimeoutError):
 
 
 class NoPlace(DeadlineExceeded):
-    """No node had room for a process in time, for example because the node that it ran on was lost."""
+    """No node had room for a process in time, for example after the loss of its node."""
 
 
 class ProcessDied(AsyncRLError, RuntimeError):
@@ -72,7 +72,7 @@ class WeightTransferError(AsyncRLError, RuntimeError):
 
 
 class TransferEnded(WeightTransferError):
-    """The other end of a transfer ended it or died: the cause is known there, not here."""
+    """The other end of a transfer ended it or died; the cause is known only there."""
 
 
 class GenerationError(AsyncRLError, RuntimeError):
@@ -84,8 +84,8 @@ class BadRequest(GenerationError):
 
 
 class RunFailed(AsyncRLError, RuntimeError):
-    """The run cannot continue: a failure budget is spent, or the off-policy guard has stopped it. The message says what
-    failed and where to find the evidence."""
+    """The run cannot continue: a failure budget is spent, or the off-policy guard stopped it. The message names the
+    failure and the evidence."""
 
     exit_code = 3
 
@@ -103,7 +103,7 @@ class StorageError(AsyncRLError, OSError):
 
 
 def cause(errors: Iterable[BaseException]) -> BaseException:
-    """Of several errors that occurred together, the one that explains the others; of equal ones the first.
+    """The error that explains other errors which occurred together; the first among equals.
 
     The order: a process that died (it explains the errors of its peers); errors that name their own cause; missed
     deadlines; ends of transfers, whose cause is elsewhere; errors that were not raised on purpose.
@@ -122,7 +122,7 @@ def cause(errors: Iterable[BaseException]) -> BaseException:
 
 
 def explain(asked: str, found: str, do: str) -> str:
-    """The three-part message that every user-facing error carries, one part a line."""
+    """The three-part message of user-facing errors, one part a line."""
     return f"asked: {asked}\nfound: {found}\ndo:    {do}"
 
 

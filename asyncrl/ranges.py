@@ -30,7 +30,7 @@ _BOUNDS = {
 
 
 def is_finite(value: float) -> bool:
-    """False for integers beyond the floats too, which `math.isfinite` refuses to judge."""
+    """Also False for integers beyond the floats, where `math.isfinite` raises."""
     return abs(value) <= sys.float_info.max
 
 
@@ -49,7 +49,7 @@ def range_in_words(bounds: Iterable[Any]) -> str:
 
 
 def bounds_of(kind: Any) -> tuple[Any, ...]:
-    """The bounds in a type, be it optional."""
+    """The bounds in a type, optional or not."""
     if get_origin(kind) is Annotated:
         return tuple(bound for bound in kind.__metadata__ if type(bound) in _BOUNDS)
     return next((found for part in get_args(kind) if get_origin(part) is Annotated and (found := bounds_of(part))), ())

@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 
 def make_importable() -> None:
-    """Makes modules below the working directory importable, as `python -m` does, for the user's rewards and
-    environments. Programs call it before they read a recipe."""
+    """Makes modules in the working directory importable, as `python -m` does, for users' rewards and environments. Call
+    it before reading a recipe."""
     if (directory := os.getcwd()) not in sys.path:
         sys.path.insert(0, directory)
 
 
 def resolve(key: str, name: str, known: Mapping[str, T]) -> T | Any:
-    """The entry `name` of `known`, or the attribute that `package.module:Name` names.
+    """The entry `name` of `known`, or the attribute `package.module:Name`.
 
-    Raises ConfigError, naming the recipe's `key`: unknown, with the closest known name, or what the import raised.
+    Raises ConfigError naming the recipe's `key`: unknown (with the closest known name), or not importable.
     """
     if name in known:
         return known[name]

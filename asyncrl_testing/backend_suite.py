@@ -1,4 +1,4 @@
-"""What every TrainBackend must do, as tests. A test class derives from the suite and provides `make_backend`."""
+"""Conformance suite of every TrainBackend. A test class derives from it and provides `make_backend`."""
 
 from __future__ import annotations
 

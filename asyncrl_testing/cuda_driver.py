@@ -1,4 +1,4 @@
-"""What pins host memory, on a machine without a GPU."""
+"""A fake driver that pins host memory, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class FakeDriver:
-    """In the place of `torch.cuda.cudart()`. `error`: what pinning returns."""
+    """Replaces `torch.cuda.cudart()`. `error`: result of pinning."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.error = 0
         self.pinned: dict[int, int] = {}
         """Address -> bytes."""
         self.devices: list[object] = []
-        """Those that were the current one."""
+        """Devices that were current, in order."""
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "device", self._enter)
 

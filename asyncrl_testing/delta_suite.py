@@ -1,6 +1,6 @@
-"""The conformance suite of weight transports: differences, and what receivers without their base do.
+"""Conformance suite of weight transports: differences, and receivers without their base.
 
-A test class inherits `DeltaSuite` beside `TransportSuite`.
+A test class inherits `DeltaSuite` and `TransportSuite`.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class DeltaSuite:
     def test_a_difference_that_is_damaged_is_named_or_has_another_digest(self, rig: Rig) -> None:
         encoder = DeltaEncoder()
         with rig.connected(1) as transfer:
+            # Deflated differences have a checksum (damage is named); raw ones only change the digest.
             for position, is_seen in ((60, True), (-1, False)):
                 weights = trained(plain_weights(1), 0)
                 transfer.publish_encoded(encoder, weights, delta=False)
@@ -127,7 +128,7 @@ class DeltaSuite:
 
 
 def plain_bits(weights: Weights) -> Weights:
-    """Random bits in place of every tensor: differences to them are raw, and no checksum covers them."""
+    """Tensors of random bits, whose differences are raw, without a checksum."""
     generator = torch.Generator().manual_seed(1)
     draws = (torch.randint(0, 256, (t.nbytes,), generator=generator, dtype=torch.uint8) for _, t in weights)
     return [(name, draw.view(t.dtype).view(t.shape)) for (name, t), draw in zip(weights, draws, strict=True)]

@@ -1,4 +1,4 @@
-"""What the suites of inference engines share: requests, and a client that keeps every chunk."""
+"""Shared by the suites of inference engines: requests, and a client that keeps every chunk."""
 
 from __future__ import annotations
 

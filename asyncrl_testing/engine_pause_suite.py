@@ -1,4 +1,4 @@
-"""What pauses and commits do to requests: the part of the conformance suite of engines that a publish relies on."""
+"""Conformance suite of engines: effects of pauses and commits on requests, on which a publish relies."""
 
 from __future__ import annotations
 
@@ -99,6 +99,7 @@ class PauseConformance:
         for client, count in zip(clients, before, strict=True):
             await client.done()
             old = client.versions.count(version)
+            # Tokens sampled but not yet streamed at the pause still belong to the old version.
             assert count <= old < count + self.stream_interval
             assert client.versions == [version] * old + [version + 1] * (self.long_response - old)
         assert engine.health().version == version + 1

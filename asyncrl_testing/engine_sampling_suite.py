@@ -1,4 +1,4 @@
-"""How every engine draws tokens: the part of the conformance suite that is about `SamplingParams`."""
+"""Conformance suite of engines: sampling by `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class SamplingConformance:
         assert len(set(drawn)) == 4
 
     async def _likeliest(self, engine: InferenceEngine, count: int) -> list[tuple[int, float]]:
-        """The likeliest first tokens with their probabilities, found by barring those already known."""
+        """The likeliest first tokens with their probabilities, found by barring known ones in turn."""
         found: list[tuple[int, float]] = []
         for _ in range(count):
             stop, left = [token for token, _ in found], 1 - sum(p for _, p in found)

@@ -1,4 +1,4 @@
-"""The conformance suite of engines that give their memory back: `SleepingEngine` and its fake.
+"""Conformance suite of engines that release their memory: `SleepingEngine` and its fake.
 
 A test module subclasses `SleepConformance` and gives the fixture `engine`: started, idle, not paused, at version 0.
 """

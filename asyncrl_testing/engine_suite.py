@@ -119,8 +119,8 @@ class EngineConformance(SamplingConformance, PauseConformance):
     """The engine scores given tokens."""
 
     async def test_given_tokens_are_scored_as_they_are_sampled(self, engine: InferenceEngine) -> None:
-        """Greedy: what the engine says of a token that it samples is what it says of the same token when it is given;
-        beside responses, and in prompts of different lengths."""
+        """Greedy: a sampled token has the same log-probability when the engine scores it, concurrently with responses
+        and in prompts of different lengths."""
         free = await complete(engine, temperature=0.0, max_tokens=24)
         prompt, response = free.request.prompt_ids.tolist(), free.ids
         if not self.scores:
@@ -195,7 +195,7 @@ class EngineConformance(SamplingConformance, PauseConformance):
             await complete(engine, prompt=(5, 6, 7, 8), score_from=start)
 
     models_text = True
-    """The log-probabilities are those of a model, not made up."""
+    """The log-probabilities are a real model's."""
 
     async def test_a_request_that_does_not_fit_is_refused(self, engine: InferenceEngine) -> None:
         with pytest.raises(GenerationError, match="max_model_len"):

@@ -108,6 +108,7 @@ class FakeEngine:
             extra = {"top_ids": top, "top_logprobs": fake_scores(top)} if top.size else {}
             yield TokenChunk(request.request_id, ids, fake_scores(ids), stamp, "stop", extra=extra)
             return
+        # The stream is registered before the wait, so that a pause or abort in between finds it.
         stream = _Stream(request)
         self._waiting.append(stream)
         self._changed.set()

@@ -27,8 +27,8 @@ WRONG: Digest = (1, 99)
 
 
 class FakeTrainer:
-    """`outcomes`: what the next sends end with, an exception or a digest; then always `GOOD`. `waits`: the first send
-    goes on until it is interrupted. `timeouts`: those of the calls that get ready to send, by name."""
+    """`outcomes`: of the next sends, exceptions or digests; then always `GOOD`. `waits`: the first send goes on until
+    it is interrupted. `timeouts`: of the calls that prepare a send, by name."""
 
     def __init__(self, outcomes: Iterable[Digest | BaseException] = (), *, waits: bool = False) -> None:
         self.waits = waits
@@ -75,8 +75,8 @@ class FakeTrainer:
 
 
 class FakeReplica:
-    """A `ReplicaControl` and its replica. `outcomes`: what the next receives end with, by turn; then always `GOOD`.
-    `pause_error`, `commit_error`: raised by every such call."""
+    """A `ReplicaControl` and its replica. `outcomes`: of the next receives; then always `GOOD`. `pause_error`,
+    `commit_error`: raised by every such call."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class FakeReplica:
 
 
 class FakeFleet:
-    """Replicas that are replaced at once, `respawn(i)` making the replacement; without it a failed one stays away."""
+    """Replicas that `respawn(i)` replaces immediately; without it a failed replica stays away."""
 
     def __init__(self, *replicas: FakeReplica, respawn: Callable[[int], FakeReplica] | None = None) -> None:
         self._replicas = dict(enumerate(replicas))

@@ -56,7 +56,7 @@ class FakeNetwork:
 
 
 class _Hub:
-    """What a sender and its receivers share, guarded by `changed`. `waiting`: attempts not yet in a transfer, by
+    """State shared by a sender and its receivers, guarded by `changed`. `waiting`: attempts not yet in a transfer, by
     (publish_id, receiver). `publish_id`: the sender's newest."""
 
     def __init__(self) -> None:
@@ -72,11 +72,11 @@ class _Hub:
             self.changed.notify_all()
 
     def passed(self) -> str:
-        """What a receiver of an older publish hears."""
+        """The error for a receiver of an older publish."""
         return f"the sender ended it: the sender is at publish {self.publish_id}"
 
     def require_open(self) -> None:
-        """Raises WeightTransferError: the sender was closed meanwhile."""
+        """Raises WeightTransferError if the sender was closed."""
         if self.closed:
             raise WeightTransferError(explain("send weights", "the sender was closed meanwhile", "open() it again"))
 
@@ -111,9 +111,11 @@ class FakeSender:
                     raise WeightTransferError(explain(f"send {layout_of(manifest)}", found, "use one manifest"))
             for bucket in manifest.buckets:
                 data = torch.empty(bucket.nbytes, dtype=torch.uint8)
+                # One tensor per bucket serves all receivers, which only read it.
                 packer.pack(bucket, data)
                 for attempt in attempts:
                     _put(attempt, (bucket, data), deadline, hub)
+            # Wait for all receivers before the end mark: a publish counts for all of them or for none.
             digest = packer.finish()
             with hub.changed:
                 hub.changed.wait_for(
@@ -180,6 +182,7 @@ class FakeReceiver:
         attempt = _Attempt(self._source.receiver, layout_of(manifest))
         unpacker = Unpacker(manifest, sink)
         with hub.changed:
+            # The attempt may be over before it begins; its inbox then reports why.
             if hub.closed:
                 attempt.failure, attempt.ended_by_sender = "the sender is gone", True
             elif manifest.publish_id < hub.publish_id:

@@ -55,7 +55,7 @@ class Rows:
 
 
 class LocalActor(ActorClient[Any]):
-    """The client of an actor in this process: an object with the public methods of the actor's class, or with those
+    """The client of an actor in this process: an object with the public methods of the actor's class, or the methods
     that a test needs. `kill` and `ended` call the object's."""
 
     def __init__(self, actor: Any, process: Process | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Weights that sign what they write: every token tells which of eight sets of weights sampled it."""
+"""Weights that mark their tokens: every token identifies which of eight sets of weights sampled it."""
 
 from __future__ import annotations
 
@@ -32,22 +32,26 @@ def marked_qwen3(mark: int, *, tied: bool) -> Any:
     model = random_qwen3(seed=1000 + mark, tie_word_embeddings=tied)
     signs = torch.tensor([_signs(mark_of(t)) for t in range(model.config.vocab_size)])
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    # Write the mark into embeddings and head, and a constant into a place of its own.
     head[:, _CONSTANT] = 0.0
     embedding[:, _CONSTANT] = 4.0
     for matrix in (embedding, head):
         matrix[:, :_BITS] = signs
+    # No layer may overwrite these places or read the constant.
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for writes in (attention.o_proj.weight, mlp.down_proj.weight):
             writes[: _CONSTANT + 1] = 0.0
         for reads in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
             reads.weight[:, _CONSTANT] = 0.0
+    # Only the last MLP reads the constant; it adds the signs of the mark.
     mlp = model.model.layers[-1].mlp
     for reads in (mlp.gate_proj.weight, mlp.up_proj.weight):
         reads[0] = 0.0
         reads[0, _CONSTANT] = 4.0
     mlp.down_proj.weight[:, 0] = 0.0
     mlp.down_proj.weight[:_BITS, 0] = torch.tensor(_signs(mark))
+    # The norm amplifies the mark over all else, so that other marks get probability 0.
     model.model.norm.weight[:] = 6.0
     model.model.norm.weight[:_BITS] = 20.0
     model.model.norm.weight[_CONSTANT] = 0.0

@@ -1,5 +1,5 @@
-"""What a rank of FSDP2 holds at its peak, by torch's memory tracker over fake tensors: the project's own sharding,
-passes and optimizer, of models of any size, without memory for them."""
+"""Peak memory of an FSDP2 rank, by torch's memory tracker over fake tensors: the project's own sharding, passes and
+optimizer, for models of any size."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _cut = collective.broadcasts
 
 
 def as_over_nccl(manifest: Manifest, bucket_bytes: int, device: torch.device) -> tuple[Bucket, ...]:
-    """In the place of `collective.broadcasts`."""
+    """Replaces `collective.broadcasts`."""
     return _cut(manifest, bucket_bytes, torch.device("cuda"))
 
 

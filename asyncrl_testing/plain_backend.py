@@ -1,7 +1,6 @@
 """A TrainBackend in plain torch: one process, whole tensors, no process group.
 
-It runs each sequence of a packed row by itself, through the model as Hugging Face builds it: what packing and sharding
-must not change is computed here without either.
+It runs each sequence of a packed row alone through Hugging Face's model: the reference for packing and sharding.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class Publisher:
         await within(self.replica.commit(manifest.publish_id, version, sent))
 
     async def stage(self, model: Any, version: int | None, *, broken: bool = False) -> tuple[int, Digest | None]:
-        """The number and the digest of a publish that the engine has received beside what it serves. `broken`: the
-        trainer fails halfway, and so does this."""
+        """The number and the digest of a publish that the engine has received but does not serve yet. `broken`: the
+        trainer fails halfway, and so does this call."""
         manifest = replace(self._manifest(model, version), is_staged=True)
         sent, received = await self._both(manifest, _half(model) if broken else model.named_parameters())
         if isinstance(received, BaseException):
@@ -98,7 +98,7 @@ class Publisher:
         await within(self.replica.commit(manifest.publish_id, version, self._encoder.digest if delta else sent))
 
     async def publish_broken(self, model: Any, version: int, mode: PauseMode) -> tuple[BaseException, BaseException]:
-        """A publish whose trainer fails halfway; returns what the sender and the replica raised."""
+        """A publish whose trainer fails halfway; returns the errors of sender and replica."""
         await within(self.replica.pause(mode))
         manifest = self._manifest(model, version)
         sent, received = await self._both(manifest, _half(model))
@@ -124,7 +124,7 @@ class Publisher:
             raise AssertionError(f"fewer than {count} more tokens: {self.engine.health()}") from None
 
     async def settle(self) -> None:
-        """Ends what a failed test left behind."""
+        """Cleans up after a failed test."""
         await within(self.engine.abort(None))
         await within(self.engine.resume())
 
@@ -138,7 +138,7 @@ class Publisher:
         return make_manifest(next(self._publish_ids), version, specs, _BUCKET_BYTES, encoding=encoding)
 
     async def _both(self, manifest: Manifest, weights: Iterable[tuple[str, Any]]) -> tuple[Outcome, Outcome]:
-        """What the sender and the replica return or raise."""
+        """Results or errors of sender and replica."""
         loop = asyncio.get_running_loop()
         source = self._source or await loop.run_in_executor(self._thread, self._sender.open)
         self._source = source
@@ -149,7 +149,7 @@ class Publisher:
 
 
 def _half(model: Any) -> Iterable[tuple[str, Any]]:
-    """What comes from a trainer that fails halfway."""
+    """The weights of a trainer that fails halfway."""
     parameters = list(model.named_parameters())
     yield from parameters[: len(parameters) // 2]
     raise ConnectionError("a rank of the trainer was lost")

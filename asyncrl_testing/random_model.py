@@ -50,7 +50,7 @@ def write_random_qwen3(directory: Path, *, seed: int = 0, **overrides: Any) -> P
 
 
 def greedy_continuation(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What Hugging Face's own `generate` answers to `prompt` when it decodes greedily."""
+    """Hugging Face's greedy response to `prompt`."""
     import torch
 
     ids = torch.tensor([[int(i) for i in prompt]])

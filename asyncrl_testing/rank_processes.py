@@ -27,7 +27,7 @@ def join(root: Path, rank: int, world_size: int) -> None:
 def run_ranks(
     function: Callable[..., Any], root: Path, world_size: int, *args: Any, preload: Sequence[str], deadline_s: float
 ) -> list[Any]:
-    """What `function(root, rank, world_size, *args)` returns on each rank. Fails the test after `deadline_s`, or when a
+    """The results of `function(root, rank, world_size, *args)` by rank. Fails the test after `deadline_s`, or when a
     rank raises.
 
     Args:
@@ -44,6 +44,7 @@ def run_ranks(
     ]
     for process in ranks:
         process.start()
+    # One deadline for all ranks: a rank that hangs blocks the others in a collective.
     deadline = datetime.datetime.now() + datetime.timedelta(seconds=deadline_s)
     for process in ranks:
         process.join(max(0.0, (deadline - datetime.datetime.now()).total_seconds()))
@@ -52,6 +53,7 @@ def run_ranks(
                 other.kill()
             pytest.fail(f"ranks did not end within {deadline_s} s")
     errors = [(root / f"error{rank}").read_text() for rank in range(world_size) if (root / f"error{rank}").exists()]
+    # A rank that crashed has no error file, only an exit code.
     errors += [f"exit codes {[process.exitcode for process in ranks]}"] * any(p.exitcode for p in ranks)
     if errors:
         pytest.fail("\n".join(errors))

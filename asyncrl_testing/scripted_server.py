@@ -1,4 +1,4 @@
-"""What scripted servers of inference engines share: a `FakeEngine` behind a real socket."""
+"""Shared by scripted servers of inference engines: a `FakeEngine` behind a real socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 
 Route = tuple[str, str, Callable[..., Any]]
-"""(method, path, what answers)."""
+"""(method, path, handler)."""
 
 
 class ScriptedServer(ABC):
@@ -93,7 +93,7 @@ class ScriptedServer(ABC):
             connection.transport.abort()
 
     async def swap_weights(self) -> None:
-        """Samples with weights that nobody here has published, although its label says otherwise."""
+        """Samples with weights that were never published, under an unchanged label."""
         self._labels.append("default")
         await self.engine.commit(len(self._labels) - 1)
 

@@ -161,6 +161,7 @@ class ScriptedSglang(ScriptedServer):
             error = {"message": f"{length} tokens is longer than the model's context length", "code": 400}
             return StreamingResponse(iter([f"data: {json.dumps({'error': error})}\n\n"]))
         lines: asyncio.Queue[str] = asyncio.Queue()
+        # A task of its own: as in SGLang, generation goes on after the client disconnects.
         work = asyncio.create_task(self._work(GenerationRequest(body["rid"], prompt, sampling, seed=0), lines))
         self._generating.add(work)
         work.add_done_callback(self._generating.discard)

@@ -1,4 +1,4 @@
-"""A second piece of shared memory that stands for a GPU's: what `ipc` negotiates, on a machine without one."""
+"""Shared memory in the role of a GPU's, to test the negotiation of `ipc` without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.weights.transports.shared_segment import SharedSegment, attach
 
 
 class SecondMemory:
-    """Implements `Medium`. `unreachable`: receivers that cannot map it; `mistaken`: those that map other memory."""
+    """Implements `Medium`. `unreachable`: receivers that cannot map it; `mistaken`: receivers that map other memory."""
 
     def __init__(self, nbytes: int, *, unreachable: tuple[int, ...] = (), mistaken: tuple[int, ...] = ()) -> None:
         self._segment = SharedSegment(nbytes)

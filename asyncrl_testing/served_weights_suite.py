@@ -1,4 +1,4 @@
-"""What an engine generates after a publish, against Hugging Face's forward pass with the published weights.
+"""Compares an engine's responses after a publish with Hugging Face's forward pass with the published weights.
 
 Derive a test class and define `make_engine`; the module needs a fixture `process_group`, of this process alone:
 
@@ -70,6 +70,7 @@ async def publish(
     tensors = [spec_of(name, tensor) for name, tensor in weights]
     manifest = make_manifest(next(publish_ids), version, tensors, BUCKET_BYTES, verify=verify)
     manifest = replace(manifest, is_staged=staged)
+    # A staged publish arrives while the engine generates, so its pause comes after the transfer.
     receive = engine.load_weights
     if staged:
         assert isinstance(engine, StagingEngine)
@@ -111,10 +112,11 @@ async def assert_serves(engine: InferenceEngine, model: Any, version: int) -> No
 
 
 async def assert_experts_are_told(engine: InferenceEngine, model: Any) -> None:
-    """Each token comes with what Hugging Face's routers choose at the token before it: also in a response that ends at
-    a stop token, that has begun elsewhere, or that is ended from outside."""
+    """Each token carries the choices of Hugging Face's routers at the token before it, also if the response ends at a
+    stop token, is resumed, or is ended from outside."""
     greedy = await Client(engine, make_request(max_tokens=40, temperature=0.0)).done()
     requests = [make_request(max_tokens=40, seed=seed, experts=True) for seed in range(4)]
+    # The special cases: ended by a stop token, resumed in the middle, aborted from outside.
     requests.append(make_request(max_tokens=40, temperature=0.0, stop=(greedy.ids[17],), experts=True))
     requests.append(make_request(prompt=[5, 6, 7, 8, *greedy.ids[:9]], first_position=9, temperature=0.0, experts=True))
     aborted = Client(engine, make_request(max_tokens=400, experts=True))
@@ -166,7 +168,7 @@ WRONG: dict[str, tuple[Callable[[Weights], Weights], str]] = {
 
 
 def weights_in_training(path: Path) -> Weights:
-    """What a trainer would publish; needs a process group."""
+    """The tensors that a trainer would publish; needs a process group."""
     spec = TrainerSpec(model=ModelConfig(path=str(path)), trainer=TrainerConfig(), algorithm=AlgorithmConfig())
     backend = FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
     return [(name, tensor.clone()) for name, tensor in backend.named_weights()]
@@ -256,7 +258,7 @@ class ServedWeightsConformance:
     async def test_staged_weights_that_do_not_fit_are_refused_before_they_stop_anybody(
         self, engine: InferenceEngine, link: Link
     ) -> None:
-        """But for a tensor that did not come: some engines find it when they load the others."""
+        """Except a missing tensor: some engines detect it while they load the others."""
         if not isinstance(engine, StagingEngine):
             pytest.skip("this engine loads weights as they come")
         served, model = random_qwen3(seed=45), random_qwen3(seed=46)
@@ -318,6 +320,7 @@ class ServedWeightsConformance:
                 sent, received = await publish(engine, link, trained[version % 2], version)
                 assert sent == received is not None
                 await assert_serves(engine, models[version % 2], version)
+            # A missing or misshapen expert must be named, although the engine packs all experts of a layer.
             one = "model.layers.1.mlp.experts.3.up_proj.weight"
             for wrong in (
                 [(name, tensor) for name, tensor in trained[1] if name != one],

@@ -83,6 +83,7 @@ class BoundarySuite:
         for number in range(6):
             await publisher.sampled(60)
             last = await self._publish_next(publisher, marked, mode, staged=publisher.stages and number % 2 == 1)
+            # A request after each publish, so that responses are cut at different lengths.
             late = _prompts(12)[len(running)]
             running.append(asyncio.create_task(client.generate(late, sampling, seed=len(running))))
         generations = await within(asyncio.gather(*running), 120.0)
@@ -116,7 +117,7 @@ class BoundarySuite:
     async def test_the_engine_itself_stamps_each_chunk(
         self, publisher: Publisher, marked: list[Any], mode: PauseMode
     ) -> None:
-        """Without a client that resumes: what is aborted ends with the old version, what comes later has the new."""
+        """Without a client that resumes: aborted responses end with the old version, later ones have the new."""
         tries = _TRIES
         while True:
             old = await self._publish_next(publisher, marked, mode)
@@ -170,11 +171,13 @@ class BoundarySuite:
         sampling = SamplingParams(max_tokens=400)
         running = [asyncio.create_task(client.generate(p, sampling, seed=i)) for i, p in enumerate(_prompts(4))]
         await publisher.sampled(40)
+        # Fails twice: the state after a failed publish must allow another failure.
         for _ in range(2):
             failed = publisher.next_version()
             sent, received = await publisher.publish_broken(marked[failed % NUM_MARKS], failed, mode)
             assert isinstance(sent, ConnectionError)
             assert isinstance(received, WeightTransferError)
+        # Weights are undefined now: no tokens, neither for old requests nor for new ones.
         before = publisher.engine.health()
         held = Client(publisher.engine, make_request(max_tokens=20))
         await settle()
@@ -235,7 +238,7 @@ class BoundarySuite:
 
 
 class StampingSuite(BoundarySuite, WeightSwapSuite):
-    """All of it: the stamps, and what is sampled after a swap against Hugging Face."""
+    """The stamps, and samples after a swap against Hugging Face."""
 
 
 def _prompts(count: int) -> Sequence[np.ndarray]:

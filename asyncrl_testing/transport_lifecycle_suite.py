@@ -1,6 +1,6 @@
-"""The conformance suite of weight transports: who comes, leaves or stays too long, and what the end of a sender ends.
+"""Conformance suite of weight transports: receivers that join, leave or are late, and the end of a sender.
 
-A test class inherits `TransportLifecycleSuite` beside `TransportSuite`.
+A test class inherits `TransportLifecycleSuite` and `TransportSuite`.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class TransportLifecycleSuite:
             assert survivor.error is not None
             assert survivor.elapsed_s < 0.5 + PROMPT_S
             killer.join()
+            # A restarted process takes over the receiver's number at the next publish.
             transfer.workers[1].start()
             transfer.workers[1].join(replace(transfer.source, receiver=1))
             transfer.publish(plain_weights(2))

@@ -1,4 +1,4 @@
-"""What the conformance suite of weight transports runs on: a sender here, receivers in workers.
+"""The rig of the conformance suite of weight transports: a sender here, receivers in workers.
 
 Workers take one command at a time. They are threads for a transport that lives inside one process and processes of
 their own for the others; the same workers serve a whole module.
@@ -69,8 +69,8 @@ def poll(condition: Callable[[], bool], what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What the sink of one receive does before it writes tensor `tensor`: wait, then raise if `text` is set, or flip a
-    bit of the byte that follows the tensor in the buffer that it came in."""
+    """A fault of one receive's sink before tensor `tensor`: wait, then raise if `text` is set, or flip a bit of the
+    byte after the tensor in its buffer."""
 
     tensor: str
     sleep_s: float = 0.0
@@ -91,7 +91,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a receive ended with. `tensors`: name, dtype, shape, bytes. `error`: class name and message."""
+    """The outcome of a receive. `tensors`: name, dtype, shape, bytes. `error`: class name and message."""
 
     digest: Digest | None
     tensors: tuple[tuple[str, str, tuple[int, ...], bytes], ...]
@@ -168,6 +168,7 @@ def _receive(receiver: WeightReceiver, decoder: Decoder, command: Receive) -> Ou
     digest, failure = None, None
     try:
         if command.model is None:
+            # Flipping a byte needs the transport's buffer, which a `DirectSink` never sees.
             flips = command.trouble is not None and command.trouble.flip_next_byte
             sink = (TroubledSink if flips else TroubledDirectSink)(keep, command.trouble)
             digest = receive(sink)
@@ -189,7 +190,7 @@ def _serve_process(commands: Connection, build_receiver: Callable[[TransferSourc
 
 
 def process_context() -> Any:
-    """Makes processes out of one that has imported torch already: a test that kills some starts many."""
+    """Forks processes from one that has imported torch, because tests that kill processes start many."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["asyncrl_testing.transport_rig", "asyncrl.weights.transports"])
     return context
@@ -238,7 +239,7 @@ class Worker:
         self._process.join(10)
 
     def pause(self) -> None:
-        """Stops the process in the middle of what it does, until `resume`."""
+        """Stops the process (SIGSTOP) until `resume`."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -271,7 +272,7 @@ class Rig:
     places: tuple[Path, ...] = (Path("/dev/shm"),)
 
     def files(self) -> set[Path]:
-        """What the senders of this process have put there."""
+        """Files that the senders of this process have put there."""
         return files_in(self.places, {os.getpid()})
 
     @contextmanager
@@ -361,12 +362,12 @@ class Transfer:
 
 
 def files_in(places: Sequence[Path], pids: Collection[int]) -> set[Path]:
-    """What weight senders of these processes have put into these directories and have not removed."""
+    """Files of these processes' weight senders that are still in the directories."""
     return {path for place in places for pid in pids for path in place.glob(f"asyncrl-weights-*{pid}-*")}
 
 
 def contents(weights: Weights) -> tuple[tuple[str, str, tuple[int, ...], bytes], ...]:
-    """What `Outcome.tensors` must be."""
+    """The expected `Outcome.tensors`."""
     return tuple(
         (
             name,

@@ -37,7 +37,7 @@ EXIT_OF_SIGTERM = 143
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Builds and opens a sender, in place of an earlier one."""
+    """Builds and opens a sender, replacing an earlier one."""
 
     transport: str
     num_receivers: int
@@ -47,8 +47,8 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Sends `weights_of(seed, small=small)`, with a hold before the tensor `hold_at`. `max_file_bytes`: what the
-    process may write into one file meanwhile. `base`: sends the differences to the weights of this seed; None sends all
+    """Sends `weights_of(seed, small=small)`, with a hold before the tensor `hold_at`. `max_file_bytes`: limit on a file
+    that the process writes during the send. `base`: sends the differences to the weights of this seed; None sends all
     weights, and receivers keep them if `is_kept`."""
 
     publish_id: int
@@ -59,7 +59,7 @@ class Send:
     hold: Hold | None = None
     max_file_bytes: int | None = None
     part: tuple[int, tuple[int, ...]] | None = None
-    """Which part, of those that begin with these tensors; None sends all."""
+    """The part to send, of the parts that begin with these tensors; None sends all."""
     base: int | None = None
     is_kept: bool = False
 
@@ -83,7 +83,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a command ended with. `error`: class name and message. `source`: of Open; `digest`: of Send."""
+    """The outcome of a command. `error`: class name and message. `source`: of Open; `digest`: of Send."""
 
     error: tuple[str, str] | None = None
     source: TransferSource | None = None
@@ -96,16 +96,15 @@ def weights_of(seed: int, *, small: bool) -> Weights:
 
 
 class SenderProcess:
-    """A process that obeys Open, Send and None (close), one at a time. SIGTERM ends it the way a program ends that
-    closes what it opened."""
+    """A process that obeys Open, Send and None (close), one at a time. On SIGTERM it closes its sender and exits."""
 
     def __init__(self) -> None:
         self.pids: set[int] = set()
-        """Of this process and of those that it replaced."""
+        """Of this process and of its predecessors."""
         self.start()
 
     def start(self) -> None:
-        """In place of a process that died."""
+        """Replaces a process that died."""
         self._busy = False
         context = process_context()
         self._pipe, theirs = context.Pipe()

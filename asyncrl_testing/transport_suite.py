@@ -1,6 +1,6 @@
-"""The conformance suite of weight transports: what arrives, and what is refused.
+"""Conformance suite of weight transports: accepted and refused publishes.
 
-A test class inherits `TransportSuite`, and `TransportLifecycleSuite` beside it, and gives them the fixture `rig`.
+A test class inherits `TransportSuite` and `TransportLifecycleSuite`, and provides the fixture `rig`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine samples after a publish, against Hugging Face's own forward pass with the same weights."""
+"""Compares an engine's samples after a publish with Hugging Face's forward pass with the same weights."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def recomputed_rows(
 
 
 def _random_model(seed: int, *, tied: bool) -> Any:
-    """`random_qwen3` with random norms, so that one that was not published shows."""
+    """`random_qwen3` with random norms, so that an unpublished norm is detected."""
     import torch
 
     model = random_qwen3(seed=seed, tie_word_embeddings=tied)

@@ -89,7 +89,7 @@ class DppoConfig:
     """Divergence between the policy and the one that sampled, over two outcomes: the sampled token, or any other. tv:
     difference of the probabilities. kl: Kullback-Leibler, nats."""
     low: NonNegative | None = None
-    """Beyond this divergence a token of negative advantage whose probability has fallen is not trained. None: 0.15 for
+    """A token of negative advantage whose probability has fallen is not trained beyond this divergence. None: 0.15 for
     tv, 0.05 for kl."""
     high: NonNegative | None = None
     """The same for positive advantage and a probability that has risen. None: as for low."""
@@ -101,7 +101,7 @@ class DppoConfig:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """low and high; the paper's values where nothing is set."""
+        """(low, high), set or the paper's values."""
         usual = 0.15 if self.divergence == "tv" else 0.05
         return (usual if self.low is None else self.low), (usual if self.high is None else self.high)
 
@@ -150,13 +150,13 @@ class CorrectionConfig:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """low and high; the usual values where nothing is set."""
+        """(low, high), set or the usual values."""
         spec = CORRECTIONS[self.name]
         return (spec.low if self.low is None else self.low), (spec.high if self.high is None else self.high)
 
     def closer(self, share: float) -> CorrectionConfig:
-        """The same correction, whose bounds have this share of the distance from where they would touch every token: a
-        ratio of 1, a divergence of 0."""
+        """The correction with the distance of its bounds from the neutral point (ratio 1, divergence 0) times
+        `share`."""
         low, high = self.bounds
         if CORRECTIONS[self.name].measure is not None:
             return replace(self, high=high * share)
@@ -164,7 +164,7 @@ class CorrectionConfig:
 
     @property
     def is_fitted(self) -> bool:
-        """True for a correction that is fitted over the whole update before the update begins."""
+        """True if the correction is fitted over the whole update before it begins."""
         return self.normalize or CORRECTIONS[self.name].is_fitted
 
 
@@ -173,13 +173,13 @@ class KlConfig:
     coefficient: NonNegative = 0.0
     """Weight of the divergence from the reference model; 0 loads no reference."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How the divergence is estimated from one sample per token. With place=loss, k1 needs importance_weighted: without
-    it the gradient is 0 on average."""
+    """Estimator of the divergence from one sample per token. With place=loss, k1 needs importance_weighted: without it
+    the gradient is 0 on average."""
     place: Literal["loss", "reward"] = "loss"
     """loss: a term of the loss, with gradient. reward: taken from the reward before advantages."""
     importance_weighted: bool = False
-    """With place=loss: the estimate is multiplied by the ratio of the policy to the one that sampled. Its gradient is
-    then that of the divergence, also for tokens that lag (DeepSeek-V3.2)."""
+    """With place=loss: multiply the estimate by the ratio of the policy to the sampling policy, so that its gradient is
+    the divergence's also for lagging tokens (DeepSeek-V3.2)."""
     path: str | None = None
     """Directory or hub name of the reference model, which must have the policy's vocabulary; None takes model.path."""
 
@@ -243,7 +243,7 @@ class AlgorithmConfig:
     by G - 1, as TRL, verl and others do; every advantage is sqrt((G - 1) / G) times as large."""
     loss: LossName = "clipped_surrogate"
     """clipped_surrogate: PPO's, per token. gspo: the same per trajectory. cispo: clipped weights, every token keeps a
-    gradient. sapo: a soft gate instead of a bound. dppo: bounds on the divergence in place of the ratio."""
+    gradient. sapo: a soft gate instead of a bound. dppo: bounds the divergence instead of the ratio."""
     clip_low: Share = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: NonNegative = 0.28
@@ -285,10 +285,10 @@ class AlgorithmConfig:
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """Treatment of responses that are too long."""
     dynamic_sampling: bool = False
-    """Groups whose rewards are all equal end `filtered` and the next prompt takes their slot."""
+    """Groups with equal rewards end `filtered`; the next prompt takes their slot."""
     max_filtered_fraction: Share = 0.99
-    """With dynamic_sampling: share of the last filtered_window ended groups that may be `filtered`. Above it the run
-    stops, because its data has nothing left to learn. 1 never stops it."""
+    """With dynamic_sampling: largest share of `filtered` groups among the last filtered_window ended groups. Above it
+    the run stops: its data has nothing left to learn. 1 never stops it."""
     filtered_window: PositiveInt = 256
     """Number of last ended groups over which the fraction is computed."""
 
@@ -376,6 +376,7 @@ class AlgorithmConfig:
             found="they need the forward pass before the update that log_linear is to save",
             do="set algorithm.proximal=recompute, or leave them (or their normalize) out",
         )
+        # With ratio=proximal one correction may weigh by the ratio; with ratio=behavior none, the ratio is in the loss.
         weighers = [name for name in names if CORRECTIONS[name].weighs]
         require(
             self.ratio == "behavior" or len(weighers) <= 1,
@@ -398,7 +399,7 @@ class AlgorithmConfig:
         )
 
     def closer(self, share: float) -> AlgorithmConfig:
-        """The same algorithm with the bounds of its corrections closer; see `CorrectionConfig.closer`."""
+        """The algorithm with closer bounds of its corrections; see `CorrectionConfig.closer`."""
         return replace(self, corrections=[correction.closer(share) for correction in self.corrections])
 
     @property
@@ -411,5 +412,5 @@ class AlgorithmConfig:
 
 
 def _those(known: Mapping[str, object], what: str) -> str:
-    """The names of the parts that are, or do, `what`."""
+    """The names of the parts whose property `what` is true."""
     return ", ".join(name for name, spec in known.items() if getattr(spec, what))

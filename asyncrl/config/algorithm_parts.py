@@ -1,6 +1,6 @@
 """The advantages, losses and corrections that a recipe can name, each with its properties.
 
-A new one needs a file in `asyncrl/algorithms` and an entry here. The recipe's choices, its checks, the planner and the
+A new part needs a file in `asyncrl/algorithms` and an entry here. The recipe's choices, its checks, the planner and the
 training step read these entries; no other module lists names. An entry names its implementation as
 `package.module:Name`, which is imported when it is built, so that reading an entry imports neither torch nor numpy.
 """
@@ -21,7 +21,7 @@ class AdvantageSpec:
     """Compares the trajectories of a group: a single trajectory, or equal rewards, teach nothing."""
     needs_critic: bool = False
     needs_teacher: bool = False
-    """Is 0: only algorithm.distillation teaches."""
+    """The advantage is 0: only algorithm.distillation teaches."""
     whitens: bool = False
     """With algorithm.gae.whiten it is shifted and scaled by mean and spread over the tokens of an update."""
     takes_negative: bool = True
@@ -63,9 +63,9 @@ class CorrectionSpec:
     scope: Literal["token", "trajectory"] = "token"
     """The unit that gets one factor."""
     weighs: bool = False
-    """Weighs what it keeps by the ratio, with algorithm.ratio=proximal."""
+    """Weighs the kept tokens by the ratio, with algorithm.ratio=proximal."""
     drops: bool = True
-    """Drops what is beyond its bounds."""
+    """Drops tokens or trajectories beyond its bounds."""
     is_fitted: bool = False
     """A `FittedCorrection`: it is fitted over all tokens of an update before the update begins."""
 

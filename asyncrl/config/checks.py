@@ -19,10 +19,10 @@ def require(condition: bool, *, asked: str, found: str, do: str) -> None:
 
 
 def check_ranges(prefix: str, section: Any) -> None:
-    """Checks that the numbers of a section are finite and within the ranges that its fields declare. None passes.
+    """Checks that a section's numbers are finite and in the ranges declared by its fields. None passes.
 
     Args:
-        prefix: stands before the name of a field in messages: "trainer.", or "--" for options of a command.
+        prefix: prefix of field names in messages: "trainer.", or "--" for options of a command.
     """
     for name, bounds in _bounded_fields(type(section)).items():
         value = getattr(section, name)
@@ -41,7 +41,7 @@ def _bounded_fields(schema: type) -> dict[str, tuple[Any, ...]]:
 
 
 def require_device(key: str, value: str) -> None:
-    """auto, or what torch names a device: cpu, cuda, cuda:0."""
+    """Raises ConfigError: neither auto nor a device such as cpu, cuda, cuda:0."""
     require(
         re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value) is not None,
         asked=f"{key}={value}",

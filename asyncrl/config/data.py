@@ -12,7 +12,7 @@ class SourceConfig:
     path: str = "???"
     """As data.train."""
     weight: Positive = 1.0
-    """Share of the prompts that come from it, relative to the other sources."""
+    """Share of the prompts, relative to the other sources."""
 
     def __post_init__(self) -> None:
         check_ranges("data.mixture.", self)
@@ -24,7 +24,7 @@ class CurriculumConfig:
     """Number in the rows' extra_info that says how easy a row is, such as pass_rate (`asyncrl-eval --rows` writes it).
     Empty: no curriculum."""
     epochs: NonNegativeInt = 1
-    """Passes over the data that go from easy to hard; later ones are shuffled."""
+    """Passes over the data from easy to hard; later passes are shuffled."""
     jitter: NonNegative = 0.1
     """Spread of the noise on the number, so that the order differs between epochs."""
     min: float = 0.0
@@ -48,12 +48,12 @@ class DataConfig:
     """JSONL or parquet file, a directory of one of them, or a hub name (`org/name` or `org/name/config`, with
     `:split`)."""
     mixture: dict[str, SourceConfig] = field(default_factory=dict)
-    """Several training sets in place of data.train: name -> path and weight."""
+    """Several training sets instead of data.train: name -> path and weight."""
     schema: Literal["auto", "verl", "gsm8k", "prompt_answer"] = "auto"
     """Columns of the rows. verl: prompt, data_source, reward_model (DAPO-Math-17k too). gsm8k: question, answer.
     prompt_answer: prompt, answer. auto: by the columns."""
     system_prompt: str | None = None
-    """Put before every prompt that has no system message of its own."""
+    """Prepended to every prompt without a system message."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Order from easy rows to hard ones."""
     eval: dict[str, str] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from asyncrl.config.checks import (
 from asyncrl.ranges import Positive, PositiveInt
 
 JUDGES = ("gymnasium", "openenv", "verifiers")
-"""Environments that give the reward themselves; a recipe with one of them says `reward.function=zero`."""
+"""Environments that give the reward themselves; their recipes set `reward.function=zero`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +25,15 @@ class McpServerConfig:
     command: list[str] = field(default_factory=list)
     """Command line of a server that speaks on standard input and output. Each rollouter starts one."""
     env: dict[str, str] = field(default_factory=dict)
-    """Variables of its process, beside HOME, PATH, USER and the like. Other variables of the run do not reach it."""
+    """Variables of its process, in addition to HOME, PATH, USER and the like. It gets no other variables of the run."""
     url: str = ""
-    """Address of a server that speaks streamable HTTP, in place of a command."""
+    """Address of a server that speaks streamable HTTP, instead of a command."""
     headers: dict[str, str] = field(default_factory=dict)
     """Sent with every request to the url, such as a key: `{Authorization: "Bearer ${oc.env:KEY}"}`."""
     tools: list[str] = field(default_factory=list)
     """Tools to offer, by the server's names. Empty: all."""
     start_timeout_s: Positive = 30.0
-    """Longest time until it has said which tools it has."""
+    """Longest time until it lists its tools."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.tool_use.mcp.", self)
@@ -61,17 +61,16 @@ class ToolUseConfig:
     max_result_tokens: PositiveInt = 256
     """A longer tool result is cut, with a note."""
     tool_timeout_s: Positive = 10.0
-    """Longest time for one call; after it the policy reads that the call took too long."""
+    """Longest time for one call; the policy is then told that the call took too long."""
     tool_workers: PositiveInt = 2
-    """Processes that run tools, those of MCP servers aside."""
+    """Processes that run tools, except tools of MCP servers."""
     mcp: dict[str, McpServerConfig] = field(default_factory=dict)
     """MCP servers whose tools the policy may call too: name -> command or url (docs/environments.md). Needs the package
     mcp."""
     corpus: str | None = None
     """JSONL file of {"title", "text"} that the tool search looks in; each worker holds its index."""
     allow_basic_sandbox: bool = False
-    """Run the tool python even where the machine offers less confinement than Landlock and seccomp
-    (docs/rewards.md)."""
+    """Run the tool python even if the machine lacks Landlock or seccomp (docs/rewards.md)."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.tool_use.", self)
@@ -95,8 +94,8 @@ class InterleavedConfig:
     """Text that opens a call. Between it and the closing text: JSON with name and arguments; with one tool also its
     arguments alone as a JSON object, or the text of its first parameter."""
     close: str = "</tool>"
-    """Text that closes a call: generation stops there, and goes on after the result. It may stand in the opening text:
-    generation stops and goes on there, too."""
+    """Text that closes a call: generation stops there and continues after the result, also where it occurs in the
+    opening text."""
     result_open: str = "<result>"
     """Text before a result."""
     result_close: str = "</result>"
@@ -105,10 +104,10 @@ class InterleavedConfig:
     """Calls in one response; it is cut off at the next one. rollout.sampling.max_response_tokens holds for the whole
     response, results included."""
     describe_tools: bool = True
-    """Every prompt says in a system message which tools there are and how to write a call. False: the prompts of the
-    data do."""
+    """A system message in every prompt describes the tools and the format of calls. False: the prompts of the data
+    do."""
     judged: Literal["last", "response"] = "last"
-    """What the reward gets: the text after the last result, or the whole response with the results in it."""
+    """The reward judges the text after the last result, or the whole response including results."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.interleaved_tool_use.", self)
@@ -132,25 +131,25 @@ class AgentConfig:
     """For environment agent: `package.module:function`, async, called with the address of an OpenAI endpoint, the key
     of its trajectory and the task. tool_use.parser and tool_use.max_trajectory_tokens apply to agents too."""
     command: list[str] = field(default_factory=list)
-    """In place of a function: a program that is started for each trajectory, with the task on its standard input, the
-    endpoint in OPENAI_BASE_URL and the key in OPENAI_API_KEY. Its standard output is judged (docs/environments.md)."""
+    """Instead of a function: a program, started per trajectory, with the task on its standard input, the endpoint in
+    OPENAI_BASE_URL and the key in OPENAI_API_KEY. Its standard output is judged (docs/environments.md)."""
     max_programs: PositiveInt = 64
-    """Programs of a rollouter that run at the same time; others wait, within rollout.trajectory_timeout_s."""
+    """Concurrent programs of a rollouter; others wait, within rollout.trajectory_timeout_s."""
     max_turns: PositiveInt = 8
     """Requests that an agent may make in one trajectory; further ones are refused."""
     train: Literal["last_branch", "all_branches"] = "last_branch"
-    """What is trained of an agent whose requests are several conversations, or a rewritten one. last_branch: the
-    conversation of the last request. all_branches: every reply, once, with the advantage of the trajectory. Also of
-    environment verifiers, and of custom ones that return branches."""
+    """Trained part of an agent with several conversations, or a rewritten one. last_branch: the conversation of the
+    last request. all_branches: every reply, once, with the advantage of the trajectory. Also of environment verifiers,
+    and of custom ones that return branches."""
     host: str = "127.0.0.1"
     """Address that the endpoint listens on, of the machine of the rollouter; 0.0.0.0 lets other machines in. Every
     request needs the key of a running trajectory."""
     port: Annotated[int, Ge(0), Lt(2**16)] = 0
     """Port that it listens on; 0 takes a free one. Several rollouters need free ones."""
     advertise: str = ""
-    """Base URL that agents are told when they reach the endpoint at another address than it listens on, as from a
-    container or through a proxy: `http://host.docker.internal:{port}/v1`. {host} and {port} stand for the rollouter's
-    machine and the port. Empty: `http://HOST:PORT/v1` of the address that it listens on."""
+    """Base URL given to agents that reach the endpoint at another address, from a container or through a proxy:
+    `http://host.docker.internal:{port}/v1`. {host} and {port} stand for the rollouter's machine and the port. Empty:
+    `http://HOST:PORT/v1` of the address that it listens on."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.agent.", self)
@@ -170,27 +169,27 @@ class GymnasiumConfig:
     """For environment gymnasium: an id that gymnasium.make knows, or `module:id` to import the module that registers it
     first."""
     factory: str = ""
-    """In place of an id: `package.module:function`, called with kwargs, which returns a gymnasium.Env."""
+    """Instead of an id: `package.module:function`, called with kwargs, which returns a gymnasium.Env."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the environment, such as `{render_mode: ansi}`, which makes its drawing the observation."""
+    """Keyword arguments of the environment, such as `{render_mode: ansi}`: its text rendering is then the
+    observation."""
     actions: list[str] = field(default_factory=list)
     """Names of the actions of a Discrete space, in order. The last name in a response is the action; without names, the
     last whole number."""
     action_pattern: str = ""
-    """Regular expression with one group; the group of its last match in a response is the action, or what the action is
-    looked for in. Empty: the whole response."""
+    """Regular expression with one group; the group of its last match in a response is, or contains, the action. Empty:
+    the whole response."""
     max_turns: PositiveInt = 16
     """Actions in one trajectory. tool_use.max_trajectory_tokens applies to it too; None takes
     rollout.sampling.max_response_tokens and max_observation_tokens, together, times max_turns."""
     max_observation_tokens: PositiveInt = 512
     """A longer observation is cut, with a note."""
     reward: Literal["sum", "final"] = "sum"
-    """What a trajectory's reward is: the sum of the rewards of its actions, or that of the last one."""
+    """Reward of a trajectory: the sum of its actions' rewards, or the last one."""
     workers: PositiveInt = 2
     """Processes that hold the environments of all trajectories of a rollouter."""
     step_timeout_s: Positive = 30.0
-    """Longest time for one reset or step; after it the process is killed, and the attempts whose environments it held
-    fail."""
+    """Longest time for one reset or step; the process is then killed, and the attempts of its environments fail."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.gymnasium.", self)
@@ -215,7 +214,7 @@ class OpenEnvConfig:
     max_observation_tokens: PositiveInt = 512
     """A longer observation is cut, with a note."""
     reward: Literal["sum", "final"] = "sum"
-    """What a trajectory's reward is: the sum of the rewards of its actions, or that of the last one."""
+    """Reward of a trajectory: the sum of its actions' rewards, or the last one."""
     max_sessions: PositiveInt = 16
     """Sessions of a rollouter at the same time; further trajectories wait, within rollout.trajectory_timeout_s. The
     server must take them (its max_concurrent_envs)."""
@@ -230,7 +229,7 @@ class OpenEnvConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersConfig:
     env: dict[str, Any] = field(default_factory=dict)
-    """For environment verifiers: what `[env]` has in a config of verifiers, such as `{taskset: {id: NAME}}`."""
+    """For environment verifiers: the `[env]` section of its config, such as `{taskset: {id: NAME}}`."""
     max_tasks: PositiveInt = 10000
     """Tasks of the taskset that are loaded."""
     max_turns: PositiveInt = 32

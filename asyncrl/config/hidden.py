@@ -1,4 +1,4 @@
-"""Replaces values that a recipe takes from the environment, often secrets, by their interpolations in all output."""
+"""Replaces values from the environment, often secrets, by their interpolations in all output."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from asyncrl.errors import ConfigError, explain
 
 MIN_LENGTH = 8
-"""A shorter value is not looked for in texts: it would be found in words that have nothing to do with it."""
+"""Shorter values are not replaced in texts: they would match unrelated words."""
 _ANY = re.compile(r"oc\.env\b")
 _NAME = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """`values`: each value with the interpolation that stands for it, such as ${oc.env:NAME}."""
+    """`values`: value -> its interpolation, such as ${oc.env:NAME}."""
 
     values: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def named(cls, names: Collection[str], environment: Mapping[str, str]) -> Hidden:
-        """The values that these variables have in `environment`."""
+        """The values of these variables in `environment`."""
         return cls({value: f"${{oc.env:{name}}}" for name in sorted(names) if (value := environment.get(name))})
 
     @property
@@ -33,7 +33,8 @@ class Hidden:
         return [name for written in self.values.values() for name in names_in(written)]
 
     def __call__(self, text: str) -> str:
-        """`text`, plain or of JSON, with the interpolations in place of the values."""
+        """`text`, plain or JSON, with values replaced by their interpolations."""
+        # Longest first: a value may be part of another one.
         for value in sorted(self.values, key=len, reverse=True):
             if len(value) >= MIN_LENGTH:
                 for form in (value, *(encode(value)[1:-1] for encode in (json.dumps, repr))):
@@ -41,8 +42,8 @@ class Hidden:
         return text
 
     def as_written(self, raw: Any, resolved: Any) -> Any:
-        """`resolved` with the texts of `raw`, the same before its interpolations were resolved, where the environment
-        had a part in them. Numbers stay: programs read them."""
+        """`resolved` with texts that contain environment values taken from `raw`, its unresolved form. Numbers stay:
+        programs read them."""
         if isinstance(resolved, Mapping):
             inner = raw if isinstance(raw, Mapping) else {}
             return {key: self.as_written(inner.get(key), value) for key, value in resolved.items()}
@@ -55,8 +56,8 @@ class Hidden:
 
 
 def names_in(raw: Any) -> set[str]:
-    """Environment variables that the texts in `raw` name in interpolations. Raises ConfigError: one is not named but
-    computed, so the values to hide are unknown."""
+    """Environment variables in interpolations of `raw`. Raises ConfigError: a name is computed, so the values to hide
+    are unknown."""
     if isinstance(raw, Mapping):
         return set().union(*(names_in(key) | names_in(value) for key, value in raw.items()))
     if isinstance(raw, list):

@@ -1,4 +1,4 @@
-"""Finds out whether the Hugging Face hub can be reached. For launch code."""
+"""Tests whether the Hugging Face hub is reachable. For launch code."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PROBE_S = 5.0
 
 
 def use_cache_if_unreachable(names: Iterable[str]) -> None:
-    """Makes Hugging Face's libraries use only their cache when `names` are given and the hub does not answer: otherwise
-    they would retry every file for half a minute. Sets HF_HUB_OFFLINE for this process and those of its run, so call
-    it before those libraries are imported. Does nothing when the variable is set."""
+    """Sets HF_HUB_OFFLINE, for this process and its run, if `names` are given and the hub does not answer: Hugging
+    Face's libraries would retry every file for half a minute. Call it before importing these libraries. Does nothing if
+    the variable is set."""
     wanted = sorted(set(names))
     if not wanted or os.environ.get("HF_HUB_OFFLINE"):
         return
@@ -47,6 +47,6 @@ def _probe(address: str) -> bool:
     except urllib.error.HTTPError:
         return True  # someone is there
     except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # certificates are for the libraries to judge
+        return isinstance(error.reason, ssl.SSLError)  # reachable; the libraries check certificates
     except (OSError, ValueError):
         return False

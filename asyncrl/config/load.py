@@ -22,7 +22,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.errors import AsyncRLError, ConfigError, explain
 
 _UNREADABLE = OmegaConfBaseException, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError
-"""OmegaConf's own errors, and those that escape it where a value has another shape than its section."""
+"""OmegaConf's errors, and errors that escape it if a value's shape differs from its section."""
 _LARGEST = 2**53
 """The largest allowed integer: exact as a float, and far above any size in bytes."""
 _WITHOUT_END = "data.curriculum.min", "data.curriculum.max"
@@ -32,8 +32,8 @@ _TOLD_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """`written`: the recipe by sections in the form that others may read: values from the environment are replaced by
-    their interpolations. `hide` does the same for other texts."""
+    """`written`: the recipe by sections, with values from the environment replaced by their interpolations. `hide` does
+    the same for other texts."""
 
     recipe: Recipe
     written: dict[str, Any]
@@ -41,16 +41,15 @@ class Loaded:
 
 
 def hidden_by(raw: Any) -> Hidden:
-    """What interpolations in `raw`, texts of recipes in lists and mappings, take from the environment."""
+    """Hides the environment values that interpolations in `raw` (nested lists and mappings) use."""
     return Hidden.named(names_in(raw), os.environ)
 
 
 def load(path: Path, overrides: list[str]) -> Loaded:
     """The recipe in `path` over its bases, with `key=value` overrides on top, and its values from the environment.
 
-    Relative paths inside a recipe are relative to the working directory; those under `base:` to the file.
-    Raises ConfigError: unknown or misspelt key, impossible value, missing file, broken YAML. The message also hides
-    values from the environment.
+    Relative paths in a recipe refer to the working directory; under `base:` to the file. Raises ConfigError: unknown or
+    misspelt key, impossible value, missing file, broken YAML. The message also hides values from the environment.
     """
     with _readable(path):
         layers = [(layer, str(path)) for layer in _layers(path, ())]
@@ -72,7 +71,7 @@ def load_recipe(path: Path, overrides: list[str]) -> Recipe:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raises ConfigError in place of what OmegaConf or a shape of the file raises."""
+    """Raises ConfigError instead of OmegaConf's errors and errors of the file's shape."""
     try:
         yield
     except _UNREADABLE as e:
@@ -85,12 +84,14 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _recipe(path: Path, layers: list[tuple[DictConfig, str]]) -> Recipe:
+    # The last preset named wins; its layers come first, so that every key of the recipe overrides it.
     named = [name for layer, _ in layers if (name := OmegaConf.select(layer, "algorithm.preset", default=None))]
     if named:
         layers = [(layer, f"the preset {named[-1]}") for layer in _preset(str(named[-1]))] + layers
     merged = deepcopy(_nothing_set())
     unset: set[str] = set()
     for layer, origin in layers:
+        # A later layer may set a key that an earlier one marked as missing (???).
         unset = {key for key in unset if OmegaConf.select(layer, key, throw_on_resolution_failure=False) is None}
         unset |= OmegaConf.missing_keys(layer)
         _put_over(merged, layer, origin)
@@ -107,7 +108,7 @@ def _recipe(path: Path, layers: list[tuple[DictConfig, str]]) -> Recipe:
 
 @cache
 def _nothing_set() -> DictConfig:
-    """The defaults of every key, to be copied: building them takes longer."""
+    """The defaults of every key, cached: copying is faster than building."""
     return OmegaConf.structured(Recipe)
 
 
@@ -122,8 +123,8 @@ def resolved(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(value: Any, hint: Any, key: str = "") -> None:
-    """Checks what OmegaConf lets through. Raises ConfigError: a list or a section in place of one item of a list or
-    mapping, a number that is NaN or infinite, or one that is too large for any unit, text with a NUL."""
+    """Checks what OmegaConf accepts. Raises ConfigError: a list or section as an item of a list or mapping; a NaN,
+    infinite or too large number; text with NUL."""
     if is_dataclass(value):
         for name, inner in _hints(type(value)).items():
             _check_values(getattr(value, name), inner, f"{key}.{name}" if key else name)
@@ -169,7 +170,7 @@ def environment_defaults() -> dict[str, str]:
 
 
 def serving_api_key() -> str | None:
-    """ASYNCRL_API_KEY: the key of `asyncrl-serve` when the command line, which other users can read, has none."""
+    """ASYNCRL_API_KEY: the key of `asyncrl-serve` if the command line, which other users can read, has none."""
     return os.environ.get("ASYNCRL_API_KEY")
 
 
@@ -247,7 +248,7 @@ def _parse_override(override: str) -> DictConfig:
 
 
 def _restore_words(layer: DictConfig) -> None:
-    """YAML reads the words on and off as booleans; where a key has them among its choices the word was meant."""
+    """Restores the words on and off, which YAML reads as booleans, for keys that have them as choices."""
     for key in _keys_with_on_and_off():
         section, _, name = key.rpartition(".")
         found = OmegaConf.select(layer, section, throw_on_resolution_failure=False)

@@ -21,7 +21,7 @@ class ModelConfig:
     enable_thinking: bool | None = None
     """Passed to chat templates that know it (Qwen3); None leaves it out."""
     inference_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Weights and compute of the replicas; also what a publish sends."""
+    """Dtype of the replicas' weights and compute, and of publishes."""
 
     def __post_init__(self) -> None:
         require(
@@ -31,7 +31,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPoolConfig:
-    """Replicas of another model than the policy. They serve its files from their start and never get a publish."""
+    """Replicas of a model other than the policy. They serve its files and never get a publish."""
 
     path: str | None = None
     """Directory in Hugging Face format, or a hub name. None: there is no such pool."""
@@ -47,17 +47,16 @@ class ModelPoolConfig:
     inference_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Weights and compute of the replicas."""
     num_replicas: PositiveInt = 1
-    """Copies of the model; one Ray actor each. Those that fail are replaced within recovery.max_replica_restarts, a
-    count of this pool's own."""
+    """Copies of the model; one Ray actor each. Failed replicas are replaced within recovery.max_replica_restarts,
+    counted per pool."""
     engine: Literal["torch", "vllm"] = "torch"
     """As rollout.engine."""
     torch: TorchEngineConfig = field(default_factory=TorchEngineConfig)
-    """As rollout.torch; max_model_len None takes what is asked of the pool."""
+    """As rollout.torch; max_model_len None takes the pool's longest request."""
     vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
-    """As rollout.vllm; max_model_len None takes what is asked of the pool."""
+    """As rollout.vllm; max_model_len None takes the pool's longest request."""
     request_timeout_s: Positive = 300.0
-    """Longest time for one answer over all its attempts, the wait for a replica included; after it the attempt at the
-    group fails."""
+    """Longest time for one answer over all its attempts, waiting included; the attempt at the group then fails."""
 
     @property
     def model(self) -> ModelConfig:
@@ -83,11 +82,11 @@ class ModelPoolConfig:
             self.vllm.check_dtype(self.inference_dtype, key="vllm", dtype_key="inference_dtype")
 
     def replicas(self, context_tokens: int, *, key: str, is_least: bool = True, max_logprobs: int = 0) -> RolloutConfig:
-        """The settings of the replicas, as those of the policy's are written.
+        """The settings of the replicas, in the form of the policy's.
 
         Args:
-            context_tokens: of the engine, where `max_model_len` is not set.
-            is_least: a smaller one is refused.
+            context_tokens: of the engine, if `max_model_len` is not set.
+            is_least: refuse a smaller `max_model_len`.
             key: the section of the recipe, for messages.
             max_logprobs: of engine vllm, at least.
 

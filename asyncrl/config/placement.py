@@ -1,4 +1,4 @@
-"""What a recipe may ask for when generation and training take turns on the same devices (placement=colocated)."""
+"""Checks for recipes whose generation and training take turns on the same devices (placement=colocated)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Placement = Literal["separate", "colocated"]
 
 
 def with_sleep(rollout: RolloutConfig) -> RolloutConfig:
-    """The same, with the setting of the engine that lets it give its memory back."""
+    """The section with its engine's sleep mode enabled."""
     settings = {
         "vllm": replace(rollout.vllm, enable_sleep_mode=True),
         "sglang": replace(rollout.sglang, enable_memory_saver=True),
@@ -25,7 +25,7 @@ def with_sleep(rollout: RolloutConfig) -> RolloutConfig:
 
 
 def require_turns(mode: str, rollout: RolloutConfig, staleness: StalenessConfig, evaluation: EvalConfig) -> None:
-    """Raises ConfigError: something would generate in the trainer's turn."""
+    """Raises ConfigError: something would generate during the trainer's turn."""
     asked = "placement=colocated"
     require(
         rollout.engine != "remote",
@@ -69,7 +69,8 @@ def require_turns(mode: str, rollout: RolloutConfig, staleness: StalenessConfig,
 def require_wakes(
     rollout: RolloutConfig, trainer: TrainerConfig, weights: WeightsConfig, *, keeps_requests: bool
 ) -> None:
-    """Raises ConfigError: the publish that wakes the engines cannot be as asked, or a request does not outwait it.
+    """Raises ConfigError: the publish that wakes the engines does not support the settings, or a request times out
+    before it.
 
     Args:
         keeps_requests: requests wait for their next tokens while the trainer has the devices.

@@ -1,5 +1,4 @@
-"""Decides whether a name in a recipe is a path on this machine or a name on the hub, and which command makes a missing
-path."""
+"""Tells paths on this machine from names on the hub, and names the command that makes a missing path."""
 
 from __future__ import annotations
 
@@ -33,15 +32,15 @@ MADE_BY = {
 }
 """Path below the root of the checkout -> the command that makes it."""
 FOLDERS = ("runs", "data", "models", "datasets", "checkpoints", "outputs", "exports")
-"""A name that begins with one of these folders is a path on this machine, even if the hub has an organisation of that
-name. Commands of this project write to the first two; in the others people keep files of their own, which a stranger's
-upload must not replace."""
+"""A name that begins with one of these folders is a path on this machine, even if the hub has such an organisation.
+This project's commands write to the first two; the others are users' folders, which a stranger's upload must not
+replace."""
 SUFFIXES = (".jsonl", ".parquet", ".json")
 
 
 def is_place(name: str) -> bool:
-    """True when `name` exists here, or can only be meant as a place here: its start, suffix, first folder or the folder
-    that it would be in says so. Anything else may be asked of the hub."""
+    """True if `name` exists here, or its start, suffix, first folder or parent folder marks it as local. Other names
+    may be looked up on the hub."""
     path = _path(name)
     if path.exists() or name.startswith((".", "/", "~")) or path.suffix in SUFFIXES:
         return True
@@ -49,7 +48,7 @@ def is_place(name: str) -> bool:
 
 
 def _path(name: str) -> Path:
-    """Raises ConfigError: no file of this machine can have this name."""
+    """Raises ConfigError: an invalid file name."""
     try:
         path = Path(name).expanduser()
         path.exists()  # a name may be too long, which only the system knows
@@ -59,13 +58,12 @@ def _path(name: str) -> Path:
 
 
 def is_hub_model(path: str) -> bool:
-    """True when `path` may be looked up on the hub, where names of models have at most two parts."""
+    """True if `path` may be looked up on the hub, where model names have at most two parts."""
     return not is_place(path) and path.count("/") <= 1
 
 
 def check_place(path: str, key: str = "model.path") -> None:
-    """Raises ConfigError: `path` means a directory on this machine, and there is none. Such a name is never looked up
-    on the hub."""
+    """Raises ConfigError: `path` is a local path without a directory; it is never looked up on the hub."""
     if is_hub_model(path) or _path(path).exists():
         return
     do, command = "name an existing directory, or a hub name", how_to_make(path)
@@ -73,12 +71,12 @@ def check_place(path: str, key: str = "model.path") -> None:
 
 
 def require_mounted(paths: Mapping[str, str | None]) -> None:
-    """Raises ConfigError: the path of a key is a URL, of which a local directory would be made."""
+    """Raises ConfigError: the value is a URL, which would become a local directory."""
     for key, path in paths.items():
         if path is not None and "://" in path:
             raise ConfigError(explain(f"{key}={path}", "a URL", "name a mounted directory that all machines reach"))
 
 
 def how_to_make(name: str) -> str | None:
-    """The command that makes the path `name`; None when no tool of this project does."""
+    """The project's command that makes the path `name`, or None."""
     return MADE_BY.get(os.path.relpath(Path(name).expanduser()))

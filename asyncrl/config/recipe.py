@@ -24,8 +24,7 @@ from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 
 JUDGE_PROMPT_TOKENS = 256
-"""Room for the words of a judge's question around the responses. The length of those is counted twice: a judge has a
-tokenizer of its own, and compares two of them."""
+"""Tokens of a judge's question without the responses."""
 
 Mode = Literal["sync", "one_step_off", "fully_async"]
 Interrupt = Literal["abort_resume", "keep", "drain"]
@@ -42,13 +41,13 @@ class Recipe:
     """never: refuse a directory that holds a run. auto: resume from its newest intact checkpoint. A path names a
     checkpoint."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The policy: what is trained and served."""
+    """The policy, which is trained and served."""
     data: DataConfig = field(default_factory=DataConfig)
     """Where prompts come from."""
     batch: BatchConfig = field(default_factory=BatchConfig)
-    """How much one optimizer step trains."""
+    """Size of one optimizer step."""
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
-    """How old trained tokens may be, and how often weights are published."""
+    """Largest age of trained tokens, and frequency of publishes."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """How trajectories are generated: replicas, engine, sampling, environment."""
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -78,6 +77,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self._resolve_lengths()
+        # Lengths are resolved first: the checks below and the engines read them.
         batch, staleness, data = self.batch, self.staleness, self.data
         require(
             bool(data.train) != bool(data.mixture),
@@ -139,12 +139,14 @@ class Recipe:
             found="data.eval names no held-out set",
             do="set data.eval={held_out: FILE} or eval.every_steps=0",
         )
+        # Checks across two or more sections; each section has checked itself already.
         self._check_algorithm()
         self._check_branches()
         self._check_pools()
         self._check_rewards()
         self._check_schedule()
         self._check_weights()
+        # Derived settings come last, after the checks of the settings as written.
         if self.is_colocated:
             require_turns(self.mode, self.rollout, staleness, self.eval)
             require_wakes(self.rollout, self.trainer, self.weights, keeps_requests=not self.empties_queue)
@@ -162,7 +164,7 @@ class Recipe:
             object.__setattr__(self, "algorithm", replace(self.algorithm, overlong=overlong))
 
     def _check_algorithm(self) -> None:
-        """Checks what algorithm and reward require of batch and rollout."""
+        """Checks the requirements of algorithm and reward on batch and rollout."""
         algorithm, group_size = self.algorithm, self.batch.group_size
         relative = ADVANTAGES[algorithm.advantage].is_relative
         for asked, compares in (
@@ -201,7 +203,7 @@ class Recipe:
         )
 
     def _check_branches(self) -> None:
-        """Checks that what is defined for one conversation is not asked of a trajectory with branches."""
+        """Refuses settings that are defined only for one conversation if trajectories have branches."""
         algorithm, asked = self.algorithm, "rollout.agent.train=all_branches with "
         if self.rollout.agent.train == "last_branch":
             return
@@ -219,8 +221,7 @@ class Recipe:
         )
 
     def _check_pools(self) -> None:
-        """Checks that teacher and judge are there if, and only if, they are asked, and that a teacher sees the
-        distribution that is trained."""
+        """Checks that teacher and judge exist exactly if used, and that a teacher sees the trained distribution."""
         distillation, sampling = self.algorithm.distillation, self.rollout.sampling
         for key, pool, weight_key, weight in (
             ("teacher", self.teacher, "algorithm.distillation.coefficient", distillation.coefficient),
@@ -250,7 +251,8 @@ class Recipe:
                 found="only backend fsdp gives the log-probabilities of other tokens than the sampled one",
                 do=f"set trainer.backend=fsdp, or leave {key} out",
             )
-        self.pools  # noqa: B018 - raises ConfigError where a pool cannot take what is asked of it
+        # The property computes the pools' contexts, which raises if they are too short.
+        self.pools  # noqa: B018 - raises ConfigError if a pool cannot take the requests
 
     def _check_rewards(self) -> None:
         """Checks that something is learned from."""
@@ -287,8 +289,8 @@ class Recipe:
         )
 
     def _check_weights(self) -> None:
-        """Checks that those who wait for a publish outwait it: ranks in a collective, and requests at the gates of
-        replicas. And that the other parts can send and take it."""
+        """Checks that waits for a publish (ranks in a collective, requests at replicas' gates) have longer timeouts
+        than the publish, and that the other parts support it."""
         waits_s, transfer_s = self.trainer.collective_timeout_s, self.weights.transfer_timeout_s
         require(
             self.trainer.num_ranks == 1 or self.sends_snapshots or waits_s > transfer_s,
@@ -312,7 +314,7 @@ class Recipe:
             self._check_delta()
 
     def _check_shared_gpus(self) -> None:
-        """Checks what GPUs that replicas share with trainer ranks require of the other parts."""
+        """Checks the requirements of GPUs shared by replicas and trainer ranks."""
         key = f"rollout.{self.rollout.engine}.gpu_share={self.rollout.settings.gpu_share:g}"
         require(
             self.weights.transport in ("ipc", "disk"),
@@ -328,7 +330,7 @@ class Recipe:
         )
 
     def _check_delta(self) -> None:
-        """Checks what differences require of the other parts."""
+        """Checks the requirements of weights.encoding=delta."""
         weights, rank = self.weights, self.trainer.lora.rank
         require(
             weights.verify != "off",
@@ -345,7 +347,7 @@ class Recipe:
 
     @property
     def is_colocated(self) -> bool:
-        """True where generation and training take turns on the same devices."""
+        """True if generation and training take turns on the same devices."""
         return self.placement == "colocated"
 
     @property
@@ -355,8 +357,8 @@ class Recipe:
 
     @property
     def kept_arrays(self) -> tuple[str, ...]:
-        """The arrays of `Trajectory.extra` that training needs, and how many entries their rows have where the recipe
-        says it: what a checkpoint's groups must have."""
+        """The arrays of `Trajectory.extra` that training needs, and the lengths of their rows if the recipe sets them;
+        groups of a checkpoint must have the same."""
         distillation = self.algorithm.distillation
         rows = (f"top_k={distillation.top_k}",) if distillation.top_k else ()
         experts = ("experts",) if self.trainer.router_replay == "rollout" else ()
@@ -366,8 +368,8 @@ class Recipe:
 
     @property
     def pools(self) -> dict[str, tuple[ModelPoolConfig, RolloutConfig]]:
-        """The pools of other models that the run needs, by the section of each, with the settings of their replicas.
-        Raises ConfigError: a pool cannot take requests as long as it would get."""
+        """Section -> (pool, settings of its replicas), for the other models of the run. Raises ConfigError: a pool's
+        context is too short for its requests."""
         longest = self.rollout.max_model_len
         asked = {
             "teacher": longest + 1,  # an engine may insist on sampling one token
@@ -382,7 +384,7 @@ class Recipe:
 
     @property
     def longest_response_tokens(self) -> int:
-        """`response_limit`, as far as replicas and trainer take it."""
+        """`response_limit`, capped by replicas and trainer."""
         return min(response_limit(self.rollout), self.rollout.max_model_len, self.max_tokens_per_microbatch)
 
     @property
@@ -396,6 +398,7 @@ class Recipe:
         """Seconds without progress after which the run stops."""
         if self.recovery.stall_timeout_s is not None:
             return self.recovery.stall_timeout_s
+        # Twice the longest single wait, and long enough for all tolerated checkpoint failures in a row.
         longest = 2 * max(
             self.trainer.step_timeout_s,
             self.eval.timeout_s,
@@ -408,55 +411,56 @@ class Recipe:
 
     @property
     def interrupt(self) -> Interrupt:
-        """How a publish treats generations in flight, as mode and placement resolve it. Engines that sleep have no
-        request: it ended with the tokens so far."""
+        """How a publish treats generations in flight, resolved by mode and placement. Sleeping engines have no
+        requests: these were aborted with their tokens so far."""
         if self.mode == "fully_async":
             return self.rollout.interrupt
         return "drain" if self.empties_queue else "abort_resume"
 
     @property
     def pacing(self) -> Literal["eager", "just_in_time"]:
-        """When groups are admitted, as the mode resolves it: the other modes wait for the queue to be empty."""
+        """When groups are admitted; modes other than fully_async wait for an empty queue."""
         return self.staleness.pacing if self.mode == "fully_async" else "eager"
 
     @property
     def empties_queue(self) -> bool:
-        """True where a publish waits until no group is being generated or can be admitted. Where the trainer takes
-        its turn as soon as a step has its groups, the others go on after the publish."""
+        """True if a publish waits until no group is running or can be admitted. With colocated one_step_off the trainer
+        takes its turn once a step has its groups; other groups continue after the publish."""
         return self.mode == "sync" or (self.mode == "one_step_off" and not self.is_colocated)
 
     @property
     def overlaps_publish(self) -> bool:
-        """True where a publish goes on beside the next step; where it empties the queue, that step waits for it."""
+        """True if a publish runs concurrently with the next step; never if it empties the queue."""
         is_wanted = self.mode == "fully_async" if self.weights.overlap is None else self.weights.overlap
         return is_wanted and not self.empties_queue
 
     def placed(self, *, ranks_on_gpus: bool, replicas_on_gpus: bool, stages: bool) -> Recipe:
-        """With what depends on where the trainer's ranks and the replicas compute. `stages`: the engine can stage."""
+        """Returns the recipe with the device-dependent settings resolved (`weights.overlap`, `weights.stage`).
+        `stages`: the engine can stage."""
         weights, on_gpus = self.weights, ranks_on_gpus or replicas_on_gpus
         overlap = self.overlaps_publish and not ranks_on_gpus if weights.overlap is None else weights.overlap
         stage = stages and not on_gpus if weights.stage is None else weights.stage
-        stage = stage and self.mode == "fully_async"  # nothing generates during a publish of the others
+        stage = stage and self.mode == "fully_async"  # in other modes nothing generates during a publish
         return replace(self, weights=replace(weights, overlap=overlap, stage=stage))
 
     @property
     def rolls_publish(self) -> bool:
-        """True where a publish reaches some replicas at a time."""
+        """True if a publish updates some replicas at a time."""
         return self.weights.rolling and self.mode == "fully_async"
 
     @property
     def sends_snapshots(self) -> bool:
-        """True where publishes send a copy of the weights: they go on beside the next step, or send more than once and
-        would gather them each time."""
+        """True if publishes send a copy of the weights: they overlap the next step, or send several times and would
+        gather each time."""
         return self.overlaps_publish or self.rolls_publish
 
     def publishes_after(self, step: int) -> bool:
-        """True when the weights that `step` optimizer steps have made are published."""
+        """True if the weights after `step` optimizer steps are published."""
         return step % self.staleness.publish_every_steps == 0 or step >= self.run.max_steps
 
 
 def nearest_batches(recipe: Recipe) -> str:
-    """The values nearest to those of the recipe with which its trajectories divide over the data-parallel ranks."""
+    """Advice: the nearest settings whose trajectories divide evenly over the data-parallel ranks."""
     batch, trainer = recipe.batch, recipe.trainer
     copies, plans = trainer.num_ranks // trainer.layout.num_plans, trainer.layout.num_plans
     whole = batch.groups_per_step * batch.group_size
@@ -470,7 +474,7 @@ def nearest_batches(recipe: Recipe) -> str:
 
 
 def _around(value: int, allowed: Iterable[int]) -> list[int]:
-    """The largest that is below and the smallest that is above."""
+    """The largest allowed number below `value` and the smallest above."""
     allowed = list(allowed)
     below, above = [n for n in allowed if n < value], [n for n in allowed if n > value]
     return [*below[-1:], *above[:1]]

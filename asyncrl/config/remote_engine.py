@@ -19,9 +19,10 @@ class RemoteEngineConfig:
     """Addresses of running servers of vLLM or SGLang, such as http://10.0.0.5:8000. Each is one replica:
     rollout.num_replicas is their number. docs/remote.md says how they are started."""
     weights: Literal["extension", "reload"] = "extension"
-    """How a server takes a publish. extension: its workers receive it by weights.transport; asyncrl is installed there
-    too, and `--worker-extension-cls` names its class. reload: it reads the files of weights.transport=disk with its
-    own loader; nothing of asyncrl is there, and what it has loaded is not verified. SGLang's servers take this only."""
+    """How a server takes a publish. extension: its workers receive it by weights.transport; asyncrl is installed there,
+    and `--worker-extension-cls` names its class. reload: it reads the files of weights.transport=disk with its own
+    loader; asyncrl is not needed there, and the loaded weights are not verified. SGLang's servers support only
+    reload."""
     tensor_parallel_size: PositiveInt = 1
     """Workers of one engine of a server, on one machine or several."""
     data_parallel_size: PositiveInt = 1
@@ -29,14 +30,14 @@ class RemoteEngineConfig:
     max_model_len: Annotated[int, Ge(2)] | None = None
     """As rollout.torch.max_model_len, but at least 4096 where that takes at least 512; at most that of the servers."""
     max_num_seqs: PositiveInt = 256
-    """Requests that one server gets at once; more wait here. Best the servers' own `--max-num-seqs`."""
+    """Concurrent requests to one server; more wait here. Best the servers' own `--max-num-seqs`."""
     api_key_env: str = ""
     """Environment variable that holds the key of the servers, on every machine of the run; empty sends no key."""
     wait_s: Positive = 240.0
-    """Longest wait of a replica for its server to come up, at the start and after it was lost. At most
-    ray.start_timeout_s."""
+    """Longest wait of a replica for its server, at the start and after a loss. At most ray.start_timeout_s."""
     lost_after_s: Positive = 30.0
-    """A server whose health check has no answer for this long is lost. One that refuses connections is lost at once."""
+    """A server without an answer to its health check for this long is lost; a server that refuses connections,
+    immediately."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.remote.", self)
@@ -139,6 +140,6 @@ def _is_address(url: str) -> bool:
 
 
 def _without_secrets(url: str) -> str:
-    """The address for a message: without what stands before an @."""
+    """The address without its user part, for messages."""
     before, at, after = url.rpartition("@")
     return f"{before.partition('//')[0]}//...@{after}" if at else url

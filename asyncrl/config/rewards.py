@@ -10,7 +10,7 @@ from asyncrl.config.checks import check_ranges, require, require_one_group, requ
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
 _END_S = 3.0
-"""Time that it may take to kill a program after its timeout."""
+"""Longest time to kill a program after its timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,9 @@ class CodeRewardConfig:
     file_bytes: NonNegativeInt = 1048576
     """Largest file that it may write, in a directory that is deleted afterwards."""
     max_processes: PositiveInt = 16
-    """Processes and threads that it may have at once."""
+    """Concurrent processes and threads."""
     allow_basic_sandbox: bool = False
-    """Run programs even where the machine offers less confinement than Landlock and seccomp (docs/rewards.md)."""
+    """Run programs even if the machine lacks Landlock or seccomp (docs/rewards.md)."""
 
     def __post_init__(self) -> None:
         check_ranges("reward.code.", self)
@@ -37,7 +37,7 @@ class CodeRewardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRewardConfig:
-    """A reward model behind HTTP: it gets one JSON object with the response and its row, and answers with one."""
+    """A reward model behind HTTP: it gets a JSON object with response and row, and answers with a JSON object."""
 
     url: str = ""
     """URL to which requests are posted."""
@@ -55,20 +55,19 @@ class RemoteRewardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewardConfig:
-    """A reward that sees all responses to a prompt at once. It is added to the reward of each of them, in training and
-    not in evaluations."""
+    """A reward of all responses to a prompt together, added to the reward of each response, in training only."""
 
     function: str = ""
     """Custom `package.module:function` of (responses, row), which returns one reward for each response; empty: no group
     reward."""
     weight: float = 1.0
-    """Factor of what it gives."""
+    """Factor of the group reward."""
     pairwise: bool = False
     """The function is one of (first, second, row), and returns the share in [0, 1] with which the first response is
     better. It is called for each pair of a group, in both orders, within one reward.timeout_s."""
     scores: Literal["win_rate", "bradley_terry"] = "win_rate"
-    """With pairwise, what comparisons come to. win_rate: the mean share with which a response was better.
-    bradley_terry: the chance to be better than an average one, by strengths fitted to the comparisons."""
+    """With pairwise, the score of a response. win_rate: mean share with which it was better. bradley_terry: probability
+    of being better than an average response, by strengths fitted to the comparisons."""
 
     def __post_init__(self) -> None:
         require(
@@ -84,17 +83,16 @@ class JudgeConfig:
     """Reward of a judge: the model of section `judge`. It is added to the reward of each response."""
 
     weight: float = 0.0
-    """Factor of what the judge gives; 0: no judge is asked."""
+    """Factor of the judge's reward; 0: no judge."""
     prompt: str = "Question:\n{prompt}\n\nAnswer:\n{response}\n\nIs the answer good? Say yes or no."
-    """What the judge is asked, as one message of the user. {prompt}: the messages of the row. {response}: the response,
-    or with pairwise {first} and {second}. {truth}: the ground truth."""
+    """The question to the judge, as one user message. {prompt}: the messages of the row. {response}: the response, or
+    with pairwise {first} and {second}. {truth}: the ground truth."""
     answers: dict[str, float] = field(default_factory=dict)
-    """Answers of the judge and what they are worth. With pairwise from 0 to 1: how much better the first one is. Empty:
-    yes is worth 1 and no 0; with read=text it writes a number."""
+    """Answer of the judge -> worth. With pairwise from 0 to 1: how much better the first response is. Empty: yes is
+    worth 1 and no 0; with read=text it writes a number."""
     read: Literal["expected", "text"] = "expected"
-    """How an answer is read. expected: the mean worth of the answers, each weighted by the probability that the judge
-    gives it as the beginning of its own, against the others; nothing is sampled. text: the judge writes, greedily, and
-    pattern reads what it wrote."""
+    """How an answer is read. expected: the mean worth of the answers, weighted by their relative probability as the
+    start of the judge's reply; nothing is sampled. text: the judge writes greedily, and pattern reads its reply."""
     pattern: str = ""
     """With read=text: a Python regular expression with one group, whose last match is one of answers, or a number."""
     max_tokens: PositiveInt = 256
@@ -150,11 +148,11 @@ class RewardConfig:
     function: str = "math"
     """A name from asyncrl.rewards, or custom `package.module:function`, which may be async."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Several rewards in place of function: name -> weight. The reward is their weighted sum."""
+    """Several rewards instead of function: name -> weight. The reward is their weighted sum."""
     timeout_s: Positive = 30.0
-    """Longest time for one reward; after it the process is killed and the attempt at the group fails."""
+    """Longest time for one reward; the process is then killed and the attempt at the group fails."""
     workers: PositiveInt = 2
-    """Processes that compute rewards, of each rollouter."""
+    """Reward processes per rollouter."""
     pattern: str = ""
     """For reward regex: a Python regular expression that must match in the response; {truth} stands for the ground
     truth."""
@@ -204,7 +202,7 @@ class RewardConfig:
 
     @property
     def compares(self) -> bool:
-        """Pairs of responses are compared."""
+        """True if pairs of responses are compared."""
         judge, group = self.judge, self.group
         return bool((judge.weight and judge.pairwise) or (group.function and group.pairwise))
 

@@ -32,14 +32,13 @@ class SamplingConfig:
     """Sample from this many likeliest tokens; 0 keeps the whole vocabulary. As for top_p, the trainer does not
     filter."""
     keep_sets: bool = False
-    """With top_k: every token comes with those that top_k and top_p kept in its place (4 top_k bytes), and the trainer
-    computes its probability among these. Engine torch, backend fsdp."""
+    """With top_k: each sampled token carries the token set that top_k and top_p kept (4 top_k bytes), and the trainer
+    normalises over this set. Engine torch, backend fsdp."""
     max_response_tokens: PositiveInt = 256
     """Tokens of one response, over all its segments."""
     stop: list[str] = field(default_factory=list)
-    """Texts of any length that end a response besides the end-of-sequence tokens. The token that completes one is the
-    last of the response; what was sampled after it is dropped. A special token, such as `<|eot_id|>`, ends it as a
-    token only."""
+    """Texts that end a response, in addition to the end-of-sequence tokens. The response ends with the token that
+    completes a text; later tokens are dropped. A special token, such as `<|eot_id|>`, ends it only as a token."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.sampling.", self)
@@ -60,11 +59,11 @@ Quantization = Literal[
     "nvfp4_per_token",
 ]  # fmt: skip
 DEFAULT_MEMORY_SHARE = 0.85
-"""Share of its part of a GPU's memory that a replica takes; the rest is for what its engine does not count."""
+"""Share of its part of a GPU's memory that a replica takes; the rest covers memory that its engine does not count."""
 
 
 def _check_gpu_share(section: str, config: VllmEngineConfig | SglangEngineConfig, memory_key: str) -> None:
-    """Checks what a GPU that a replica shares with a trainer rank requires of the section of its engine."""
+    """Checks an engine's section for a GPU shared with a trainer rank."""
     share, memory = config.gpu_share, getattr(config, memory_key)
     if share == 1:
         return
@@ -91,18 +90,18 @@ def _check_gpu_share(section: str, config: VllmEngineConfig | SglangEngineConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchEngineConfig:
     num_slots: PositiveInt = 64
-    """Requests that one replica decodes at once; more wait in its queue."""
+    """Requests that one replica decodes concurrently; more wait in its queue."""
     max_model_len: Annotated[int, Ge(2)] | None = None
     """Longest prompt plus response, in tokens. None takes data.max_prompt_tokens plus the longest response of a
     trajectory (all turns together). For agents and custom environments, which write their own prompts, it takes at
     least 512."""
     chunk_tokens: PositiveInt = 16
-    """Tokens that are streamed together. When a replica dies, each of its requests loses the chunk in progress and the
-    chunks that were not collected yet."""
+    """Tokens per streamed chunk. A dying replica loses, per request, the chunk in progress and the uncollected
+    chunks."""
     device: str = "auto"
-    """auto takes cuda where there is one."""
+    """auto takes cuda if available."""
     num_threads: PositiveInt = 1
-    """Threads with which one replica computes on a CPU. More pay for models that exceed the caches."""
+    """CPU threads of one replica. More pay off for models larger than the caches."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.torch.", self)
@@ -115,7 +114,7 @@ class TorchEngineConfig:
 
     @property
     def decodes_at_once(self) -> int:
-        """Requests that one replica decodes at once; more wait."""
+        """Requests that one replica decodes concurrently; more wait."""
         return self.num_slots
 
     @property
@@ -125,7 +124,7 @@ class TorchEngineConfig:
 
     @property
     def gpu_share(self) -> float:
-        """Share of a GPU that each worker takes; this engine shares them evenly where they are fewer than processes."""
+        """Share of a GPU per worker; this engine shares GPUs evenly if there are fewer than processes."""
         return 1.0
 
 
@@ -151,34 +150,34 @@ class VllmEngineConfig:
     max_model_len: Annotated[int, Ge(2)] | None = None
     """As rollout.torch.max_model_len, but at least 4096 where that takes at least 512."""
     max_num_seqs: PositiveInt = 256
-    """Requests that one replica decodes at once."""
+    """Requests that one replica decodes concurrently."""
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens that one step computes, prompts and responses together; None leaves it to vLLM."""
     gpu_share: PositiveShare = 1.0
     """Below 1: each replica shares one GPU with a trainer rank, which takes the rest. Needs tensor_parallel_size=1 and
     weights.transport=ipc, or disk."""
     gpu_memory_utilization: PositiveShare | None = None
-    """Share of the GPU's memory that vLLM takes, at most gpu_share. None takes 0.85 of gpu_share."""
+    """Share of the GPU's memory for vLLM, at most gpu_share. None takes 0.85 of gpu_share."""
     kv_cache_memory_bytes: PositiveInt | None = None
     """Memory of the KV cache per worker; None takes what gpu_memory_utilization leaves, on a CPU twice what
     max_num_seqs requests need, at most 1 GiB."""
     quantization: Quantization | None = None
-    """How vLLM quantises the weights that it loads, at its start and in every publish, which brings them as they are.
-    Needs a model.inference_dtype of 16 bits. int8_... and nvfp4_...: experts only. None: not at all."""
+    """How vLLM quantises weights that it loads, at its start and in every publish; publishes are unquantised. Needs a
+    model.inference_dtype of 16 bits. int8_... and nvfp4_...: experts only. None: not at all."""
     kv_admission: KvAdmissionMode = "expected"
-    """When a request enters the engine, beside max_num_seqs. expected: when the KV cache holds it and those inside as
-    long as they last, by the lengths of the last responses. full: when it holds all tokens that they may sample. off:
-    always. A request that found no room later is taken out again, and computed twice (rollout/preemptions)."""
+    """When a request enters the engine, within max_num_seqs. expected: if the KV cache holds all running requests to
+    their expected ends, by the lengths of recent responses. full: if it holds their largest lengths. off: always. A
+    request that later finds no room is preempted and computed again (rollout/preemptions)."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts for later requests with the same prefix, until the weights change."""
     stream_interval: PositiveInt = 8
-    """Tokens that are streamed together. Of each request a dying replica loses those that it had not streamed."""
+    """Tokens that are streamed together. A dying replica loses the tokens that it has not streamed."""
     enforce_eager: bool = False
     """Skip CUDA graphs and torch.compile."""
     enable_sleep_mode: bool = False
     """Let the engine release its GPU memory while it is paused. Not on a CPU. placement=colocated sets it."""
     record_experts: bool = False
-    """Mixtures of experts: report what the routers chose for each token. On GPUs, with enable_prefix_caching.
+    """Mixtures of experts: report the routers' choices per token. On GPUs, with enable_prefix_caching.
     trainer.router_replay=rollout sets it."""
     structured_outputs: bool = False
     """Guided decoding for requests with a JSON schema; vLLM then loads the tokenizer. asyncrl-serve sets it."""
@@ -253,9 +252,9 @@ class SglangEngineConfig:
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one replica."""
     max_model_len: Annotated[int, Ge(2)] | None = None
-    """As rollout.torch.max_model_len; at least 4096 in place of 512."""
+    """As rollout.torch.max_model_len; at least 4096 instead of 512."""
     max_running_requests: PositiveInt = 256
-    """Requests that one replica decodes at once."""
+    """Requests that one replica decodes concurrently."""
     gpu_share: PositiveShare = 1.0
     """As rollout.vllm.gpu_share."""
     mem_fraction_static: PositiveShare | None = None
@@ -266,10 +265,10 @@ class SglangEngineConfig:
     kv_admission: KvAdmissionMode = "expected"
     """As rollout.vllm.kv_admission."""
     stream_interval: PositiveInt = 8
-    """Tokens that are streamed together. Of each request a dying replica loses those that it had not streamed.
+    """Tokens that are streamed together. A dying replica loses the tokens that it has not streamed.
     rollout.interrupt=keep needs 1."""
     disable_radix_cache: bool = False
-    """Keep no KV cache of prompts for later requests that begin alike. With the cache it serves within one set of
+    """Keep no KV cache of prompts for later requests with the same prefix. The cache is valid for one set of
     weights."""
     disable_overlap_schedule: bool = False
     """Prepare no step before the results of the last one. Under rollout.interrupt=keep, requests then continue with
@@ -277,9 +276,9 @@ class SglangEngineConfig:
     disable_cuda_graph: bool = False
     """Skip CUDA graphs."""
     enable_memory_saver: bool = False
-    """Let the engine give its GPU memory back while it is paused. Not on a CPU. placement=colocated sets it."""
+    """Let the engine release its GPU memory while it is paused. Not on a CPU. placement=colocated sets it."""
     record_experts: bool = False
-    """Mixtures of experts: report what the routers chose for each token. The tokens of a response then arrive at its
+    """Mixtures of experts: report the routers' choices per token. The tokens of a response then arrive at its
     end, so those of a replica that dies are lost. trainer.router_replay=rollout sets it, and disable_overlap_schedule
     with rollout.interrupt=keep."""
     server_args: dict[str, Any] = field(default_factory=dict)
@@ -327,14 +326,14 @@ class RolloutConfig:
     num_replicas: PositiveInt = 2
     """Copies of the policy that generate; one Ray actor each. Their places are reserved for the whole run."""
     max_replicas: PositiveInt | None = None
-    """Replicas that the run may have, at least num_replicas. Those beyond num_replicas join it while it trains, each as
-    soon as a node has room for it. None: no more than num_replicas, until asyncrl-scale asks for them."""
+    """Largest number of replicas, at least num_replicas. Replicas beyond num_replicas join during training, each once a
+    node has room. None: num_replicas, until asyncrl-scale asks for more."""
     min_replicas: PositiveInt | None = None
-    """Replicas that a start needs. Those that fail beyond these are replaced while the others work; one that never
-    comes up in three tries stays away while there are as many others. None: three quarters of them, rounded up."""
+    """Replicas that a start needs. Other replicas that fail to start are replaced while these work, and given up after
+    three tries. None: three quarters of num_replicas, rounded up."""
     engine: Literal["torch", "vllm", "sglang", "remote"] = "torch"
-    """torch: the embedded engine, which runs anywhere without another package. vllm, sglang: for models of real size;
-    each needs the package of its name. remote: servers of vLLM or SGLang that run already."""
+    """torch: the embedded engine, which needs no other package. vllm, sglang: for models of real size; each needs its
+    package. remote: running servers of vLLM or SGLang."""
     torch: TorchEngineConfig = field(default_factory=TorchEngineConfig)
     """Settings of engine torch."""
     vllm: VllmEngineConfig = field(default_factory=VllmEngineConfig)
@@ -363,31 +362,31 @@ class RolloutConfig:
     verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
     """Settings of environment verifiers."""
     serve: ServeSection = field(default_factory=ServeSection)
-    """An OpenAI-compatible address of the replicas during the run, for clients that are not part of it."""
+    """An OpenAI-compatible address of the replicas during the run, for external clients."""
     max_attempts: PositiveInt = 3
     """Attempts at a group whose generation, environment or reward raises, before it ends `failed`."""
     max_failed_fraction: Share = 0.1
-    """Share of the last failed_window ended groups that may be `failed`; above it the run stops."""
+    """Largest share of `failed` groups among the last failed_window ended groups; above it the run stops."""
     failed_window: PositiveInt = 256
     """Number of last ended groups over which the fraction is computed; it is checked from 32 groups on."""
     gate_timeout_s: Positive = 300.0
     """Longest wait of a request for a replica's first committed version, or for the end of a publish."""
     request_timeout_s: Positive = 1800.0
-    """Longest time for one response over all its attempts. The wait for a place at a replica does not count, as long as
-    the replica streams tokens of other responses of the same rollouter, and at most four times this long; one that
-    streams nothing for this long fails those that wait."""
+    """Longest time for one response over all its attempts. Waiting for a place at a replica does not count while the
+    replica streams other responses of the same rollouter, up to four times this long; a replica that streams nothing
+    for this long fails its waiting requests."""
     trajectory_timeout_s: Positive = 3600.0
-    """Longest time for the environment of one trajectory, generation included; after it the attempt fails. It is at
-    least request_timeout_s. The wait for a place at a replica does not count here either, but it does for an answer of
-    the endpoint of environment agent, which has this time too."""
+    """Longest time for one trajectory, generation included; the attempt then fails. At least request_timeout_s. Waiting
+    for a place at a replica does not count, except for answers of environment agent's endpoint, which have the same
+    limit."""
     poll_interval_s: Positive | None = None
-    """Shortest time between two collections of streamed tokens from a replica. None takes 0.05; where a trajectory may
-    have several turns (every environment but single_turn), 0.005, since each turn waits for the one before. It grows
-    with the busy replicas, so that all collections take at most a twentieth of a core. Tokens of a response that goes
-    on are collected every 40 intervals, at least every two seconds."""
+    """Shortest time between two collections of streamed tokens from a replica. None takes 0.05, or 0.005 for
+    trajectories of several turns (every environment except single_turn), whose turns wait for each other. It grows with
+    the busy replicas, so that collections take at most a twentieth of a core. Tokens of an unfinished response are
+    collected every 40 intervals, at least every two seconds."""
     num_rollouters: PositiveInt = 1
-    """Processes that run environments. Each has its share of the groups, its part of the replicas, and reward processes
-    of its own. One carries some 200 replicas with 64 requests each; more than there are replicas share them."""
+    """Processes that run environments, each with a share of the groups and replicas and its own reward processes. One
+    serves about 200 replicas with 64 requests each; if there are more rollouters than replicas, they share replicas."""
 
     def __post_init__(self) -> None:
         check_ranges("rollout.", self)
@@ -443,13 +442,13 @@ class RolloutConfig:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Texts at which a replica stops: those that end a response, and the one that closes a call within it."""
+        """Texts at which a replica stops: ends of a response, and the closing text of a call."""
         interleaved = self.environment == "interleaved_tool_use"
         return (*self.sampling.stop, *([self.interleaved_tool_use.close] if interleaved else []))
 
     @property
     def most_replicas(self) -> int:
-        """Replicas that the recipe alone may bring the run to."""
+        """Largest number of replicas by the recipe alone."""
         return max(self.num_replicas, self.max_replicas or 0)
 
     @property
@@ -470,7 +469,7 @@ class RolloutConfig:
         return getattr(self, self.engine)
 
     def of_replica(self, replica_id: int) -> RolloutConfig:
-        """The same for one replica alone: of engine remote, with the address of its server only."""
+        """The section for one replica; with engine remote, only its server's address."""
         if self.engine != "remote":
             return self
         remote = replace(self.remote, urls=[self.remote.urls[replica_id]])
@@ -478,7 +477,7 @@ class RolloutConfig:
 
     @property
     def guided_decoding(self) -> bool:
-        """The chosen engine takes requests with a JSON schema."""
+        """True if the chosen engine takes requests with a JSON schema."""
         return self.engine == "vllm" and self.vllm.structured_outputs
 
     @property
@@ -488,7 +487,7 @@ class RolloutConfig:
 
 
 def with_experts(rollout: RolloutConfig) -> RolloutConfig:
-    """The same, with the settings of the engine that let it report the experts of its tokens.
+    """The section with engine settings that report the experts of tokens.
 
     Raises ConfigError: the settings contradict that.
     """
@@ -501,25 +500,25 @@ def with_experts(rollout: RolloutConfig) -> RolloutConfig:
         )
         return replace(rollout, vllm=replace(rollout.vllm, record_experts=True))
     if rollout.engine == "sglang":
-        # Otherwise SGLang would compute the tokens before a publish again, and tell the experts of the new weights.
+        # Otherwise SGLang would recompute the tokens before a publish and report the experts of the new weights.
         in_place = rollout.sglang.disable_overlap_schedule or rollout.interrupt == "keep"
         settings = replace(rollout.sglang, record_experts=True, disable_overlap_schedule=in_place)
         return replace(rollout, sglang=settings)
     return rollout
 
 
-# Derives the lengths that a recipe leaves out from the limits of prompt and response: `with_lengths`.
+# `with_lengths` derives unset lengths from the limits of prompt and response.
 
 
 MICROBATCH_TOKENS = 8192
 """Default token budget of a micro-batch, unless a trajectory is longer."""
 OVERLONG_SHARE = 5
-"""The soft penalty begins this share of the longest response before its end, as DAPO's does (4096 of 20480)."""
+"""The soft penalty covers the last 1/`OVERLONG_SHARE` of the longest response, as in DAPO (4096 of 20480)."""
 
 
 def response_limit(rollout: RolloutConfig) -> int:
-    """Tokens of the longest response of one trajectory: all turns, tool results and observations together. The limits
-    of a custom environment are unknown here: for it this is the limit of one turn."""
+    """Tokens of the longest response of one trajectory: all turns, tool results and observations together. For a custom
+    environment, whose limits are unknown, the limit of one turn."""
     turn = rollout.sampling.max_response_tokens
     turns, shown = {
         "tool_use": (rollout.tool_use.max_turns, 0),
@@ -534,14 +533,15 @@ def response_limit(rollout: RolloutConfig) -> int:
 def with_lengths(
     rollout: RolloutConfig, trainer: TrainerConfig, max_prompt_tokens: int
 ) -> tuple[RolloutConfig, TrainerConfig]:
-    """Both with `max_model_len` of the engine that is used and `max_tokens_per_microbatch`, as set or derived: the
-    longest prompt and the longest response fit.
+    """Both sections with `max_model_len` of the chosen engine and `max_tokens_per_microbatch`, set or derived so that
+    the longest prompt and response fit.
 
-    Agents, custom environments and those of others write prompts of their own: the engine takes at least its default
-    then, and a micro-batch whatever the engine takes.
+    Agents and custom or external environments write their own prompts: the engine then takes at least its default, and
+    a micro-batch as much as the engine.
     """
     longest = max_prompt_tokens + response_limit(rollout)
     writes_prompts = rollout.environment not in ("single_turn", "tool_use", "interleaved_tool_use")
+    # The engine's length first; a micro-batch never needs more than the engine takes.
     engine = rollout.settings
     if engine.max_model_len is None:
         length = max(longest, engine.context_tokens) if writes_prompts else longest

@@ -33,13 +33,13 @@ class RunSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
     address: str | None = None
-    """auto or host:port joins a running cluster, as RAY_ADDRESS in the environment does. Without either the run starts
-    a local cluster and ends it."""
+    """auto or host:port joins a running cluster, as does RAY_ADDRESS. Without either the run starts and ends a local
+    cluster."""
     start_timeout_s: Positive = 300.0
     """Longest time for the start of one part (all trainer ranks, a replica, the rollouter)."""
     gpu_memory_gib: Positive | None = None
-    """Memory of one GPU of the cluster. What does not fit is refused before anything starts, with a layout that does.
-    None takes that of this machine's GPUs, where there are any and no cluster is joined; else nothing is refused."""
+    """Memory of one GPU of the cluster. A layout that does not fit is refused before the start, with one that fits.
+    None: this machine's GPUs, unless a cluster is joined; without GPUs nothing is refused."""
     health_interval_s: Positive = 2.0
     """Seconds between two health checks of every actor."""
     health_timeout_s: Positive = 20.0
@@ -91,8 +91,8 @@ class CheckpointConfig:
     background: bool = True
     """Write while training continues, from a copy of the trainer's state in host memory. False: training waits."""
     timeout_s: Positive = 1800.0
-    """Time for writing one checkpoint. One that takes longer is written on while its processes answer; each such time
-    counts as a failure."""
+    """Time for writing one checkpoint. Writing continues beyond it while the processes answer; each such period counts
+    as a failure."""
     max_failures: NonNegativeInt = 2
     """Failed checkpoints in a row (full disk, for example) that the run tolerates; one more stops it."""
 
@@ -142,11 +142,11 @@ class RecoveryConfig:
     window_s: Positive = 3600.0
     """Seconds after which a restart no longer counts."""
     rejoin_timeout_s: NonNegative = 30.0
-    """How long a suspended replica may take to answer again before it is replaced; nothing waits for it. A replica is
-    suspended when it answers too late, for example because its process is stopped."""
+    """Time for a suspended replica to answer again before it is replaced; nothing waits for it. A replica is suspended
+    if it answers too late, for example because its process is stopped."""
     stall_timeout_s: Positive | None = None
-    """The run stops when nothing in it makes progress for this long, and writes the stacks of all its processes. None:
-    twice the longest wait that the recipe allows. A smaller value may stop a run that waits for one long response."""
+    """Without any progress for this long, the run writes the stacks of all processes and stops. None: twice the longest
+    wait that the recipe allows. A smaller value may stop a run that waits for one long response."""
 
     def __post_init__(self) -> None:
         check_ranges("recovery.", self)
@@ -158,6 +158,6 @@ class RecoveryConfig:
         return max(LEAST_REPLICA_RESTARTS, num_replicas)
 
     def replicas_per_response(self, num_replicas: int) -> int:
-        """A response fails when this many replicas died while they worked on it: it may be what kills them. Of a small
-        budget the pool gives up first; a large one is not for one response to spend."""
+        """A response fails after this many replicas died while working on it, since it may be the cause. With a small
+        restart budget the pool gives up first; a large budget must not be spent on one response."""
         return min(LEAST_REPLICA_RESTARTS, self.replica_restarts(num_replicas)) + 1

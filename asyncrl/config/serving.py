@@ -15,7 +15,7 @@ class ServeSection:
     enabled: bool = False
     """Serve the newest published weights while they are trained; docs/serving.md says how."""
     host: str = "127.0.0.1"
-    """Address to listen on, of the machine of the driver. Other than loopback addresses need a key in
+    """Address to listen on, of the machine of the driver. Addresses other than loopback need a key in
     ASYNCRL_API_KEY."""
     port: Annotated[int, Ge(0), Lt(2**16)] = 0
     """Port to listen on; 0 takes a free one, which serving.json in the run directory names."""
@@ -23,11 +23,10 @@ class ServeSection:
     """Name by which clients request the model; empty for model.path."""
     share: PositiveShare = 0.1
     """Share of the places of a replica (rollout.torch.num_slots, rollout.vllm.max_num_seqs,
-    rollout.sglang.max_running_requests; at least one place) that clients may have. They get a place only while the run
-    leaves one."""
+    rollout.sglang.max_running_requests; at least one place) that clients may take, if the run leaves them free."""
     wait_timeout_s: Positive = 30.0
-    """Longest time of a client's request until its first token, in which it waits for a place and for the end of a
-    publish; then it gets status 503 with Retry-After."""
+    """Longest wait of a client's request for its first token (place, end of a publish); then status 503 with
+    Retry-After."""
     request_timeout_s: Positive = 600.0
     """Longest time for one client's request, from its head to the end of its answer."""
     max_requests: PositiveInt = 256
@@ -44,7 +43,7 @@ class ServeSection:
 
 
 def check_key(key: str | None, *, asked: str, do: str) -> None:
-    """Raises ConfigError naming `asked`: no client could send this key. None is no key."""
+    """Raises ConfigError naming `asked`: no client could send this key. None: no key."""
     require(
         key is None or (key.isascii() and key.strip() == key != ""),
         asked=asked,
@@ -55,7 +54,7 @@ def check_key(key: str | None, *, asked: str, do: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """Settings of `asyncrl-serve`, apart from those of its replicas."""
+    """Settings of `asyncrl-serve`, except its replicas."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 lets other machines in."""
@@ -74,7 +73,7 @@ class ServingConfig:
     request_timeout_s: Positive = 600.0
     """Longest time for one request, from its head to the end of its answer."""
     stop_timeout_s: Positive = 10.0
-    """How long requests may still run after SIGINT or SIGTERM before they are aborted."""
+    """Time for running requests after SIGINT or SIGTERM; then they are aborted."""
     start_timeout_s: Positive = 600.0
     """Longest time for a replica to load the model."""
     refresh_s: Positive = 2.0

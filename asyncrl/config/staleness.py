@@ -21,8 +21,8 @@ class GuardConfig:
     max_clip_fraction: PositiveShare = 0.35
     """The same for a larger share of clipped tokens (`train/clip_fraction`)."""
     min_lag: NonNegativeInt = 1
-    """The guard lowers the limit on the lag down to this, or to publish_every_steps - 1 where that is more. 0 makes the
-    rollout wait for every publish."""
+    """Lowest limit on the lag that the guard sets, or publish_every_steps - 1 if larger. 0 makes the rollout wait for
+    every publish."""
     trip_steps: PositiveInt = 2
     """Steps too far off-policy, without a healthy one between them, after which the guard acts."""
     relax_steps: PositiveInt = 20
@@ -31,8 +31,8 @@ class GuardConfig:
     stop_steps: PositiveInt = 10
     """Steps too far off-policy at the lowest limit and with raised corrections after which the run stops."""
     raised_bounds: PositiveShare = 0.5
-    """Raised corrections have this share of the distance that their bounds have from where they would touch every
-    token: from 1 for a ratio, from 0 for a divergence."""
+    """Raised corrections have this share of their bounds' distance from the neutral point: 1 for a ratio, 0 for a
+    divergence."""
 
     def __post_init__(self) -> None:
         check_ranges("staleness.guard_rules.", self)
@@ -46,17 +46,17 @@ class StalenessConfig:
     publish_every_steps: PositiveInt = 1
     """Optimizer steps between publishes; at most max_lag + 1. With placement=colocated always 1."""
     on_overdue: Literal["wait", "refill", "mask"] = "wait"
-    """What a step does when a group that it must train is not ready although enough others are. wait: wait for it.
-    refill: end the group as `expired` and generate its prompt again. mask: train the group in a later step, without the
-    tokens that are over the limit by then."""
+    """What a step does if a group that it must train is not ready but enough others are. wait: wait for it. refill: end
+    the group as `expired` and generate its prompt again. mask: train the group in a later step, without the tokens that
+    are over the limit by then."""
     pacing: Literal["eager", "just_in_time"] = "eager"
-    """When groups are admitted, within max_lag. eager: as soon as it allows. just_in_time: so early that they are
-    probably ready when a step asks for them; tokens are younger where training is slower than generation. Read in mode
+    """When groups are admitted, within max_lag. eager: as soon as it allows. just_in_time: just early enough to be
+    ready when a step asks for them; tokens are younger if training is slower than generation. Read in mode
     fully_async."""
     guard: Literal["off", "watch", "act"] = "off"
-    """Off-policy guard, which looks at the training metrics of every step. act: while they say that the run is too far
-    off-policy, lower the limit on the lag below max_lag, then raise the algorithm's corrections, then stop the run with
-    a checkpoint. watch: only record what act would do. In modes sync and one_step_off the limit stays."""
+    """Off-policy guard, which checks the training metrics of every step. act: while the run is too far off-policy,
+    lower the limit on the lag below max_lag, then raise the algorithm's corrections, then stop the run with a
+    checkpoint. watch: only record what act would do. In modes sync and one_step_off the limit stays."""
     guard_rules: GuardConfig = field(default_factory=GuardConfig)
     """When the guard acts, and how fast it relaxes."""
     overdue_timeout_s: Positive = 600.0

@@ -1,8 +1,7 @@
-"""How many threads a trainer rank computes with on the cores of its node, also beside a GPU: it reads models, copies
-weights and steps optimizers that are kept in the host's memory. Pure, but for `local_cores`.
+"""CPU threads of a trainer rank, also with a GPU: it reads models, copies weights and steps optimizers in host memory.
+Pure, except `local_cores`.
 
-Threads of processes that share a core slow each other down, and a core that no process uses is lost. So the ranks of a
-node divide the cores that the replicas beside them leave.
+The ranks of a node divide the cores that its replicas leave: shared cores slow both processes, idle cores are lost.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ def rank_threads(
 ) -> int:
     """Threads of each trainer rank of a node, at least 1.
 
-    In mode sync the replicas are idle while a rank works: the ranks divide all cores. In the other modes replicas
-    generate at that time, and each keeps its threads; the ranks divide the rest. Cores that do not divide stay free.
-    Colocated replicas sleep while a rank works, in any mode.
+    In mode sync, and with colocated replicas, replicas are idle while ranks work: the ranks divide all cores. Otherwise
+    each replica keeps its threads and the ranks divide the rest. A remainder stays free.
 
     Args:
         cores: of the node.
@@ -40,14 +38,15 @@ def trainer_threads(recipe: Recipe, *, cores: int, num_nodes: int = 1, node_gpus
     """Threads of each trainer rank of a run: `trainer.num_threads`, or `rank_threads` for the ranks and replicas of one
     of `num_nodes` equal nodes. Ranks with GPUs fill a node, of `node_gpus`, before they use the next one.
 
-    It depends on the recipe and the size of the cluster alone, not on where processes happen to be placed: a resumed
-    run has the same number, and with it the same sums.
+    Depends only on the recipe and the cluster's size, not on placement, so that a resumed run has the same number and
+    bitwise the same sums.
     """
     trainer, rollout = recipe.trainer, recipe.rollout
     if trainer.num_threads is not None:
         return trainer.num_threads
     num_ranks = math.ceil(trainer.num_ranks / num_nodes)
     num_replicas = math.ceil(rollout.num_replicas / num_nodes)
+    # With GPUs, processes fill a node before they use the next one, so the fullest node decides.
     if node_gpus:
         num_ranks = min(trainer.num_ranks, node_gpus)
         wanted = trainer.num_ranks + rollout.num_replicas * rollout.settings.num_workers
@@ -64,12 +63,12 @@ def trainer_threads(recipe: Recipe, *, cores: int, num_nodes: int = 1, node_gpus
 
 
 def replica_threads(recipe: Recipe) -> int:
-    """Threads with which a replica computes on a CPU."""
+    """CPU threads of a replica."""
     return recipe.rollout.torch.num_threads if recipe.rollout.engine == "torch" else 1
 
 
 def local_cores() -> int:
-    """Cores of this machine that the system lets this process run on."""
+    """Cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS binds no process to cores
+    return os.cpu_count() or 1  # macOS has no affinity

@@ -14,14 +14,14 @@ from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, S
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype of forward and backward. What is trained, and its optimizer, stay float32; frozen weights (a
-    reference, the base of adapters) are kept in it."""
+    """Compute dtype of forward and backward, and dtype of frozen weights (a reference, the base of adapters). Trained
+    weights and optimizer stay float32."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are reduced."""
     head_dtype: Literal["param", "float32"] = "param"
-    """Dtype in which logits are formed. float32: from hidden states and the output matrix as param_dtype has them,
-    without rounding the sums to it. Replicas should do the same: with vLLM
-    rollout.vllm.engine_args.hf_overrides={head_dtype: float32}. It has no effect with float32 passes."""
+    """Dtype of the logits. float32: computed from hidden states and output matrix in param_dtype, without rounding the
+    sums. Replicas should do the same: with vLLM rollout.vllm.engine_args.hf_overrides={head_dtype: float32}. It has no
+    effect with float32 passes."""
     shard_ranks: PositiveInt | None = None
     """Ranks that hold one copy of the model together; the copies average their gradients once an update. With the ranks
     of a node, only that average goes over the network between nodes. It divides num_ranks. None: all ranks hold one."""
@@ -30,20 +30,20 @@ class FsdpConfig:
     part, and attention exchanges tokens for heads (Ulysses). It divides num_ranks and the attention heads, and divides
     the key-value heads or is a multiple of them. A micro-batch then belongs to these ranks together."""
     reduce_every_microbatch: bool = True
-    """Reduce gradients to shards after each micro-batch. False reduces them once an update: less traffic, but each rank
-    holds float32 gradients of the whole model meanwhile."""
+    """Reduce gradients to shards after each micro-batch. False reduces them once an update: less traffic, but until
+    then each rank holds float32 gradients of the whole model."""
     reshard_after_forward: bool = True
     """Free the gathered parameters after the forward pass and gather them again for the backward pass."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass."""
     offload_parameters: bool = False
-    """Keep parameters, gradients and optimizer in host memory, and gather what a layer needs."""
+    """Keep parameters, gradients and optimizer in host memory, and gather each layer when needed."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory between steps."""
     attention: Literal["auto", "packed_sdpa", "varlen", "flash_attention_2"] = "auto"
     """How packed sequences attend only to themselves. packed_sdpa: torch's attention over padded classes of similar
     length. varlen: torch's kernel for sequences of different lengths; it needs bfloat16 and a GPU of Ampere or later.
-    auto takes flash_attention_2 where it is installed, then varlen where it runs."""
+    auto takes flash_attention_2 if installed, else varlen if supported."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all of its trajectories in a micro-batch. The gradient is the same. It
     needs attention packed_sdpa or varlen, and no router loss; otherwise each trajectory has its own prompt. Where
@@ -69,7 +69,7 @@ class MegatronConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in forward and backward; master weights and optimizer are float32."""
     recompute: Literal["none", "attention", "full"] = "none"
-    """What the backward pass computes again: nothing, attention, or each layer."""
+    """Recomputed in the backward pass: nothing, attention, or each layer."""
     layers: Literal["local", "transformer_engine"] = "local"
     """local: Megatron-core's own layers. transformer_engine: faster ones, which need that package and CUDA."""
     offload_optimizer: bool = False
@@ -127,10 +127,9 @@ class TrainerConfig:
     device: str = "auto"
     """auto takes cuda where there is one."""
     num_threads: PositiveInt | None = None
-    """Threads with which a rank computes on a CPU; beside a GPU they read models, copy weights and step an optimizer
-    that is kept in the host's memory. None takes the rank's share of its node's cores: of all cores in mode sync or
-    with placement=colocated, where replicas are idle while a rank works, and otherwise of those that the replicas
-    leave."""
+    """CPU threads of a rank; with a GPU they read models, copy weights and step an optimizer in host memory. None takes
+    the rank's share of its node's cores: of all cores in mode sync or with placement=colocated, where replicas are
+    idle, otherwise of the cores that replicas leave."""
     lr: Positive = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: NonNegativeInt = 0
@@ -145,9 +144,9 @@ class TrainerConfig:
     compile: bool = False
     """Compile each decoder layer with torch.compile."""
     router_replay: Literal["off", "rollout"] = "off"
-    """Mixtures of experts: where the experts of a token come from in training. off: from the trainer's own routers.
-    rollout: those that the engine chose when it sampled, weighted by the trainer's routers; prompts and texts of the
-    environment have the trainer's own. Engine torch (docs/algorithms.md)."""
+    """Mixtures of experts: the choice of experts in training. off: by the trainer's routers. rollout: as the engine
+    chose when it sampled, weighted by the trainer's routers; prompts and the environment's tokens use the trainer's
+    choice. Engine torch (docs/algorithms.md)."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters instead of all weights; a publish then sends the adapters only."""
     weight_decay: NonNegative = 0.0
@@ -162,8 +161,7 @@ class TrainerConfig:
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
     max_tokens_per_microbatch: PositiveInt | None = None
     """Token budget (prompt and response) of one forward pass on one rank, or on the ranks that share it
-    (context_parallel). None takes 8192, or the longest trajectory
-    if that is longer."""
+    (context_parallel). None takes 8192, or the longest trajectory if longer."""
     step_timeout_s: Positive = 3600.0
     """Longest time for one optimizer step, and for reading the trainer's part of a checkpoint."""
     collective_timeout_s: Positive = 600.0
@@ -177,7 +175,7 @@ class TrainerConfig:
 
     @property
     def layout(self) -> Layout:
-        """Which ranks share a plan."""
+        """The parallel layout of the ranks."""
         if self.backend == "fsdp":
             return Layout(self.num_ranks, context=self.fsdp.context_parallel)
         megatron = self.megatron
@@ -216,7 +214,7 @@ class TrainerConfig:
         )
 
     def _check_context(self) -> None:
-        """Checks what does not depend on the model; `trainer/fsdp/supports.py` checks its heads."""
+        """Checks independent of the model; `trainer/fsdp/supports.py` checks the heads."""
         ranks, asked = self.fsdp.context_parallel, f"trainer.fsdp.context_parallel={self.fsdp.context_parallel}"
         require(
             self.num_ranks % ranks == 0,
@@ -232,7 +230,7 @@ class TrainerConfig:
         )
 
     def _check_megatron(self) -> None:
-        """Checks what does not depend on the model; `trainer/megatron/supports.py` checks the rest."""
+        """Checks independent of the model; `trainer/megatron/supports.py` does the rest."""
         for key, is_set in (("trainer.lora.rank", self.lora.rank > 0), ("trainer.compile", self.compile)):
             require(
                 not is_set,
@@ -276,10 +274,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which of `num_ranks` trainer ranks train the same micro-batches: those with the same data-parallel index, that is
-    the tensor-, context- and pipeline-parallel parts of one copy of the model.
+    """Assigns `num_ranks` trainer ranks to plans: ranks with the same data-parallel index (the tensor-, context- and
+    pipeline-parallel parts of one copy of the model) train the same micro-batches.
 
-    Ranks are in Megatron's order: tensor-parallel ones beside each other, then context, data and pipeline.
+    Ranks are in Megatron's order: tensor varies fastest, then context, data, pipeline.
     """
 
     num_ranks: int

@@ -1,8 +1,8 @@
 """The built-in task: generated word problems with a careful solution and a hasty guess each. Pure and seeded.
 
-A problem of level k is a short story that takes k operations to solve: an opening, some events, a question. The
-careful solver writes down every operation. The hasty one adds the first two numbers and reads no further, so it is
-right only for problems that need nothing else. Reinforcement learning has to break this habit.
+A problem of level k is a short story that takes k operations to solve: an opening, some events, a question. The careful
+solver writes every operation. The hasty one only adds the first two numbers, which reinforcement learning has to
+unlearn.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ def make_equations(rng: random.Random, num: int) -> list[str]:
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question belongs to the test side: decided by its text alone, so that no seed can mix the sides."""
+    """True if a question belongs to the test side; depends on its text only, so that no seed can mix the sides."""
     return zlib.crc32(question.encode()) % _HELD_OUT_SHARE == 0
 
 
 def words() -> list[str]:
-    """Every word of the task as it stands in its texts, a leading space included: what a small vocabulary needs."""
+    """Every word of the task, with its leading space, for a small vocabulary."""
     problems = make_problems(4096, LEVELS, seed=0, held_out=False)
     texts = (text for problem in problems for text in (problem.question, problem.careful, problem.hasty))
     return sorted({word for text in texts for word in re.findall(r" ?[A-Za-z]{2,}", text)})
@@ -146,7 +146,7 @@ def _question(rng: random.Random, name: str, things: str, box: str, asks: str, v
         return _Step(text, (factor,), "*", value * factor)
     if asks == "share":
         text = f"{name} puts all into {factor} {box}. How many are in each?"
-        # a remainder makes the value 0, which sends the story back
+        # 0 for a remainder: the story is then rejected
         return _Step(text, (factor,), "/", value // factor if value % factor == 0 else 0)
     return _Step(f"How many {things} are there now?", (), None, value)
 
@@ -156,6 +156,7 @@ def _write(rng: random.Random, level: int, steps: tuple[_Step, ...]) -> Problem:
     equations, before = [], 0
     for step in steps:
         if step.operator is not None:
+            # An opening of two numbers (boxes of things) brings both operands; other steps go on from the result.
             left = step.numbers[0] if len(step.numbers) == 2 else before
             equations.append(f"{left}{step.operator}{step.numbers[-1]}={step.value}.")
         before = step.value

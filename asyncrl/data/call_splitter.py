@@ -1,7 +1,7 @@
-"""Divides the text of a reply, as it arrives, into what is said and the tool calls in it. Pure.
+"""Splits the streamed text of a reply into text and tool calls. Pure.
 
-A call is found by its tags and read by the parser of its format (`tool_calls`), once it is complete. What is malformed
-stays text. The parts do not depend on how the text was cut into pieces.
+A call is found by its tags and parsed once complete (`tool_calls`); a malformed call stays text. The parts do not
+depend on how the text was cut into pieces.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from asyncrl.data.stop_strings import StopStrings, StopTable
 from asyncrl.data.tool_calls import PARSERS, TAGS, MalformedCall, ParserName, ToolCall, ToolSignature
 
 Part = str | ToolCall
-"""A piece of text, or a whole call."""
+"""A piece of text or a complete call."""
 
 _PYTHON_TAG = "<|python_tag|>"
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How calls are written, and the tools that exist. It serves all replies to a request.
+    """The format of calls and the existing tools; shared by all replies to a request.
 
     Attributes:
         single: the reply ends with its first call.
-        tags: the closing tag of each opening tag; empty where a whole reply is calls or text.
+        tags: opening tag -> closing tag; empty for `json`, where a whole reply is calls or text.
         openings: finds the opening tags.
     """
 
@@ -42,7 +42,7 @@ class CallFormat:
 
 
 class CallSplitter:
-    """Follows one reply. Blanks beside calls are dropped, and those at the end of a reply that has calls."""
+    """Splits one reply. Blanks around calls are dropped, and at the end of a reply with calls."""
 
     def __init__(self, form: CallFormat) -> None:
         self._form = form
@@ -50,28 +50,29 @@ class CallSplitter:
         self._text: StopStrings | None = StopStrings(form.openings)
         self._call: StopStrings | None = None
         self._body: list[str] = []
-        """The opening tag and the text of the call in progress; of a reply in JSON, all of it."""
+        """The call in progress, with its opening tag; for JSON, the whole reply."""
         self._begins = form.parser == "json"
-        """It is still open whether the reply is JSON."""
+        """True while the reply may still become JSON."""
         self._head = ""
-        """How the reply begins, without blanks before it, while that is open."""
+        """Start of the reply, without leading blanks, while `_begins`."""
         self._is_json = False
         self._blanks: list[str] = []
-        """Those at the end of the text so far, until it is known what follows them. None directly after a call."""
+        """Trailing blanks, held until the next part is known. Empty directly after a call."""
         self._after_call = False
         self.num_calls = 0
 
     @property
     def done(self) -> bool:
-        """The reply has ended with its only call: what follows is dropped."""
+        """True after the only call of a `single` reply; further text is dropped."""
         return self._form.single and self.num_calls > 0
 
     def feed(self, piece: str) -> tuple[Part, ...]:
-        """The parts that have become certain."""
+        """The parts that have become final."""
         parts: list[Part] = []
         if self._begins or self._is_json:
             piece = self._json_begins(piece)
         while piece and not self.done:
+            # Inside a call: collect until its closing tag. Outside: text until an opening tag.
             if self._call is not None:
                 self._body.append(self._call.feed(piece))
                 if self._call.found is None:
@@ -88,7 +89,7 @@ class CallSplitter:
         return joined_parts(parts)
 
     def finish(self) -> tuple[Part, ...]:
-        """The rest, when no more text comes. A call that is not closed is text."""
+        """The rest at the end of the reply. An unclosed call is text."""
         parts: list[Part] = []
         if self.done:
             return ()
@@ -124,7 +125,7 @@ class CallSplitter:
             parts.append(call)
 
     def _json_begins(self, piece: str) -> str:
-        """What of the piece is text for certain: nothing while the reply is JSON or may become it."""
+        """The part of `piece` that is final text: empty while the reply is, or may become, JSON."""
         self._body.append(piece)
         if self._is_json:
             return ""
@@ -149,7 +150,7 @@ class CallSplitter:
 
 
 def joined_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """With neighbouring pieces of text as one."""
+    """Joins neighbouring pieces of text."""
     made: list[Part] = []
     for is_text, run in groupby(parts, lambda part: isinstance(part, str)):
         if not is_text:

@@ -1,4 +1,4 @@
-"""The model's chat format over token ids: prompts, and the turns that an environment adds to a conversation."""
+"""The model's chat format over token ids: prompts, and the turns that an environment adds."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-"""A message as OpenAI's API and chat templates have it: role, content and perhaps tool_calls, tool_call_id, name."""
+"""A message of OpenAI's API and chat templates: role, content, optionally tool_calls, tool_call_id, name."""
 
 _CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-"""Attribute of tokenizers: they do not clean spaces up where the model is BPE, unless it is set."""
+"""Attribute of tokenizers: BPE models clean up spaces only if it is set."""
 
 _QUESTION, _REPLY, _RESULT = "question7391", "reply7391", "result7391"
 
 
 class Chat:
-    """The chat format of one tokenizer. It never renders the policy's own tokens again: a new turn is tokenized by
-    itself and appended to the existing token ids.
+    """The chat format of one tokenizer. The policy's tokens are never rendered again: a new turn is tokenized alone and
+    appended to the token ids.
 
     Args:
-        parser: format of tool calls, as `parser_for` takes it; earlier calls are written in it where the template does
-            not know them.
+        parser: name of a format of tool calls, for `parser_for`; earlier calls are written in it if the template does
+            not support them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, parser: str = "auto") -> None:
@@ -54,16 +54,16 @@ class Chat:
         return template_text(self._tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """[n] int32, without special tokens around it. An unpaired surrogate, which agents may send, becomes a question
-        mark."""
+        """[n] int32, without surrounding special tokens. Unpaired surrogates, which agents may send, become question
+        marks."""
         whole = text.encode(errors="replace").decode()
         return np.asarray(self._tokenizer.encode(whole, add_special_tokens=False), np.int32)
 
     def encode_after(self, head: str, text: str) -> np.ndarray:
-        """[n] int32: `text` as it is encoded where `head` stands before it.
+        """[n] int32: `text` as encoded after `head`.
 
-        Some tokenizers encode the first token of a text differently, so the whole is encoded and then cut. Where a
-        token would join both, `text` is encoded alone.
+        Some tokenizers encode the first token of a text differently, so the whole is encoded and then cut. If a token
+        would span both, `text` is encoded alone.
         """
         before, whole = self.encode(head), self.encode(head + text)
         joined = len(whole) > len(before) and np.array_equal(whole[: len(before)], before)
@@ -71,13 +71,13 @@ class Chat:
 
     def decode(self, token_ids: np.ndarray) -> str:
         """Text without special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))  # which looks at each item of a list
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))  # an array decodes faster than a list
 
     @property
     def plain_decoder(self) -> str | None:
-        """What decodes as `decode` does, as JSON for the tokenizers library: a process that only decodes starts in a
-        fraction of the time without transformers. None: this tokenizer does more than its file says, or has parts that
-        are written in Python."""
+        """A decoder equivalent to `decode`, as JSON for the tokenizers library, so that a process that only decodes
+        starts faster, without transformers. None: part of this tokenizer is Python code, or its file does not describe
+        it fully."""
         from transformers import PreTrainedTokenizerFast
 
         known, kind = self._tokenizer, PreTrainedTokenizerFast
@@ -87,25 +87,25 @@ class Chat:
             or type(known)._decode is not kind._decode
         ):
             return None
+        # Only the library's own decoding is reproduced by the file; spaces cleaned up in Python are not.
         backend = known.backend_tokenizer
         spares = type(backend.model).__name__ == "BPE" and not getattr(known, _CLEANS_BPE, True)
         if known.clean_up_tokenization_spaces and not spares:
             return None
         try:
             return backend.to_str()
-        except Exception:  # noqa: BLE001 - tokenizers raises bare ones: a part of it cannot be written down
+        except Exception:  # noqa: BLE001 - tokenizers raises a bare one if a part is not serialisable
             return None
 
     def harmless(self, text: str) -> str:
-        """`text` with a space inserted into every special token that it spells, so that a tool's result cannot end its
-        turn."""
+        """`text` with a space inserted into every special token, so that a tool's result cannot end its turn."""
         for token in self._specials:
             if token in text:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
     def decode_turn(self, token_ids: np.ndarray) -> str:
-        """Text of one response without its end token. Other special tokens are kept: some formats use them in tool
+        """Text of one response without its end token. Keeps other special tokens, which some formats use in tool
         calls."""
         ids = token_ids.tolist()
         while ids and ids[-1] in self._ends:
@@ -113,7 +113,7 @@ class Chat:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def prompt(self, messages: Sequence[Message], tools: ToolPrompt | None = None) -> np.ndarray:
-        """[P] int32: a whole conversation up to where the assistant's next turn begins.
+        """[P] int32: a whole conversation, up to the start of the assistant's next turn.
 
         Raises DataError: the template refuses the messages, or renders nothing.
         """
@@ -124,14 +124,14 @@ class Chat:
         return ids
 
     def next_turn(self, response_ids: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
-        """[n] int32: what follows the policy's `response_ids` in a conversation that goes on with `messages`, up to
-        where its next turn begins.
+        """[n] int32: the tokens of `messages` after the policy's `response_ids`, up to the start of its next turn.
 
-        The template renders a short conversation, of which only the part after the assistant's reply is used. When that
-        part begins with the end of the reply and the response has that end already, it is not written twice.
+        The template renders a short dummy conversation, of which only the part after the assistant's reply is used. An
+        end token that the response already has is not repeated.
 
         Raises DataError: the template refuses the messages.
         """
+        # Render a dummy conversation and keep what follows its reply: templates offer no rendering of a suffix.
         before = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
         text = self._render([*before, *map(self._speakable, messages)], {})
         at = text.index(_REPLY) + len(_REPLY)
@@ -139,7 +139,7 @@ class Chat:
         return self._after_end(ids) if len(response_ids) and int(response_ids[-1]) in self._ends else ids
 
     def _after_end(self, ids: np.ndarray) -> np.ndarray:
-        """`ids` without the end of a reply that they begin with, perhaps after blanks."""
+        """`ids` without a leading end token (blanks may precede it)."""
         for number, token in enumerate(ids.tolist()):
             if token in self._ends:
                 return ids[number + 1 :]
@@ -148,7 +148,7 @@ class Chat:
         return ids
 
     def _speakable(self, message: Message) -> dict[str, Any]:
-        """Tool calls as text, and a tool's result as a message of the user, when the template does not know them."""
+        """Converts tool calls to text and tool results to user messages if the template does not support them."""
         if message.get("tool_calls") and not self._knows_calls:
             functions = [call["function"] for call in message["tool_calls"]]
             calls = [written(function["name"], function["arguments"], self._parser) for function in functions]

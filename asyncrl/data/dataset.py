@@ -1,4 +1,4 @@
-"""Reads a dataset from a file, a directory or the hub: `load_rows`. Row order is the order of the files, by name."""
+"""Reads a dataset from a file, a directory or the hub: `load_rows`. Files are read in order of their names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jsonl", ".parquet")
 READ_ROWS = 4096
-"""Rows of a parquet file or a hub dataset that are read at once."""
+"""Rows of a parquet file or a hub dataset per read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ def load_rows(source: str, schema: Schema = "auto", system_prompt: str | None = 
 
 
 def read_rows(source: str, schema: Schema = "auto", system_prompt: str | None = None) -> Iterator[PromptRow]:
-    """The rows of `source`, one after the other: a JSONL or parquet file, a directory of them, or a hub name.
+    """Yields the rows of `source`: a JSONL or parquet file, a directory of files, or a hub name.
 
     Args:
         schema: of the rows, as `data.schema`.
-        system_prompt: stands before the messages of a row that have none.
+        system_prompt: prepended to rows without a system message.
 
     Raises DataError: nothing there, no rows, or a malformed row (named by file and line).
     """
@@ -54,6 +54,7 @@ def read_rows(source: str, schema: Schema = "auto", system_prompt: str | None = 
         rows = itertools.chain.from_iterable(_read_file(file, schema) for file in _files(path))
     else:
         rows = read_hub(parse_hub_name(source), schema)
+    # Checked at the end: rows are streamed, so emptiness is known only then.
     is_empty = True
     for row in rows:
         is_empty = False
@@ -74,7 +75,7 @@ def parse_hub_name(source: str) -> HubName:
 
 def read_hub(hub: HubName, schema: Schema = "auto") -> Iterator[PromptRow]:
     """Rows of a hub dataset, downloaded on first use. Raises DataError with the hub's own reason."""
-    # takes seconds to import, and most runs read files
+    # Imported late: it takes seconds, and most runs read files.
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -159,6 +160,7 @@ def _batch_rows(batches: Iterable[Any], place: str, schema: Schema) -> Iterator[
 
 
 def _missing(source: str, path: Path) -> DataError:
+    # Suggest the closest name in the nearest folder that exists.
     folder = next(parent for parent in path.parents if parent.is_dir())
     names = [entry.name for entry in folder.iterdir()]
     wanted = path.relative_to(folder).parts[0]

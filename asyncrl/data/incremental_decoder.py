@@ -1,4 +1,4 @@
-"""Text from tokens as they arrive: whole characters only. Pure."""
+"""Decodes streamed tokens to whole characters. Pure."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ Decode = Callable[[list[int]], str]
 
 _REPLACEMENT = "\ufffd"
 _UNSTABLE_CHARACTERS = 3
-"""A character has at most four bytes, so that an unfinished one shows as at most three replacement characters."""
+"""A character has at most four bytes, so an incomplete one shows as at most three replacement characters."""
 
 _CONTEXT_TOKENS = 6
 _BROKEN_CONTEXT_TOKENS = 16
-"""Tokens that are kept where the text ends inside a character: its bytes, and enough before them to read them alike."""
+"""Tokens kept if the text ends inside a character: its bytes, and enough context to decode them identically."""
 _WINDOW_TOKENS = 64
 
 
 class IncrementalDecoder:
     """Decodes a growing sequence: the pieces that `feed` and `finish` return join to the text of all tokens.
 
-    A character whose last bytes are still to come is held back. Only a window of recent tokens is decoded each time.
+    Incomplete characters are held back. Each call decodes only a window of recent tokens.
 
     Args:
         decode: token ids to text.
-        prompt_ids: what stands before the first token; tokenizers that drop a leading space need to see it.
+        prompt_ids: the tokens before the first; needed by tokenizers that drop a leading space.
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
@@ -35,7 +35,7 @@ class IncrementalDecoder:
         self._window = tail
         self._emitted = len(before)
         self.held = 0
-        """Characters at the end of the text that more bytes may change."""
+        """Trailing characters that later bytes may change."""
 
     def fork(self) -> IncrementalDecoder:
         """A copy that continues independently from here."""
@@ -44,9 +44,10 @@ class IncrementalDecoder:
         return made
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that has become certain with these tokens."""
+        """The text that these tokens make final."""
         self._window.extend(int(i) for i in token_ids)
         text = self._decode(self._window)
+        # Trailing replacement characters may be the start of an incomplete character.
         stable = len(text)
         while stable > len(text) - _UNSTABLE_CHARACTERS and text[:stable].endswith(_REPLACEMENT):
             stable -= 1
@@ -57,14 +58,14 @@ class IncrementalDecoder:
         return piece
 
     def _shorten(self, held: str) -> None:
-        """Keeps the last tokens only, provided that what is `held` reads the same from them."""
+        """Keeps only the last tokens, provided that they decode to the same `held` text."""
         tail = self._window[-_BROKEN_CONTEXT_TOKENS if held else -_CONTEXT_TOKENS :]
         text = self._decode(tail)
         if not held or (text.endswith(held) and len(text) > len(held)):
             self._window, self._emitted = tail, len(text) - len(held)
 
     def finish(self) -> str:
-        """What was held back: nothing more will complete it."""
+        """The text held back, at the end of the tokens."""
         text = self._decode(self._window) if self._window else ""
         piece = text[self._emitted :]
         self._emitted = max(self._emitted, len(text))

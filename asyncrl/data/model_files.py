@@ -35,7 +35,7 @@ def check_model(path: str, key: str = "model.path") -> ModelFacts:
 
 
 def hub_facts(model: ModelConfig) -> ModelFacts:
-    """The facts of a model of the hub, whose config.json is fetched unless it is in the cache. Raises ConfigError."""
+    """The facts of a hub model; downloads its config.json unless cached. Raises ConfigError."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -47,15 +47,15 @@ def hub_facts(model: ModelConfig) -> ModelFacts:
 
 
 def cached_facts(model: ModelConfig) -> ModelFacts | None:
-    """The facts of a model of the hub whose config.json is in the cache, which alone is asked; None: it is not.
+    """The facts of a hub model if its config.json is cached, else None. Offline.
 
-    Raises ConfigError: it is no config.
+    Raises ConfigError: the file is no config.
     """
     from huggingface_hub import try_to_load_from_cache
 
     try:
         file = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
-    except ValueError:  # no name that the hub could have: what loads the model says so
+    except ValueError:  # not a valid hub name: loading the model reports it
         return None
     if not isinstance(file, str):
         return None

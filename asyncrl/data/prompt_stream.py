@@ -49,11 +49,10 @@ def build_stream(prompts: TrainingSet, seed: int, shuffle: bool) -> Stream:
 class PromptStream:
     """The endless stream of prompts over `num_rows` rows.
 
-    `row_index(ordinal)` depends on the arguments and the ordinal alone: any process, in any order of calls, and after
-    any resume gets the same answer. Each epoch visits each row once; with `shuffle` in an order of its own. The first
-    `curriculum.epochs` epochs go from easy rows to hard ones instead, ordered by `ease` ([num_rows] float64) plus
-    noise, which is uniform in +-`curriculum.jitter` and differs between epochs. Equally easy rows come in shuffled
-    order.
+    `row_index(ordinal)` is a pure function of the arguments and the ordinal: the same in every process and after every
+    resume. Each epoch visits each row once, shuffled per epoch with `shuffle`. The first `curriculum.epochs` epochs
+    instead go from easy to hard, ordered by `ease` ([num_rows] float64) plus noise, uniform in +-`curriculum.jitter`,
+    per epoch. Equally easy rows are shuffled.
     """
 
     def __init__(
@@ -89,6 +88,7 @@ class PromptStream:
         if not self.shuffle and not is_ordered:
             return position
         if epoch not in self._orders:
+            # Permutations are large; keep only the epochs in flight.
             while len(self._orders) >= _CACHED_EPOCHS:
                 del self._orders[next(iter(self._orders))]
             keys = _keys(self.num_rows, self.seed, epoch)
@@ -100,17 +100,17 @@ class PromptStream:
 
 
 class MixedStream:
-    """Several streams as one: over any run of ordinals each source has its share, to within about one prompt a source.
+    """A mixture of streams: over any run of ordinals each source has its share, to within about one prompt.
 
-    A period of at most `_SHARES` ordinals repeats, in which a source with n of them has its k-th nearest to
-    (k + 1/2) / n of the way. So the ordinal alone says which source it is and how many of that one came before; each
-    source goes through its own epochs.
+    A pattern of at most `_SHARES` ordinals repeats; the k-th of a source's n ordinals lies at (k + 1/2) / n of it. The
+    ordinal thus determines the source and the source's own ordinal; each source has its own epochs.
     """
 
     def __init__(self, sources: Sequence[SourceRows], streams: Sequence[PromptStream]) -> None:
         self._sources = tuple(sources)
         self._streams = tuple(streams)
         self._counts = _counts([source.weight for source in sources])
+        # Exact fractions: with floats, equal positions of two sources would depend on rounding.
         places = sorted(
             (Fraction(2 * k + 1, 2 * count), number) for number, count in enumerate(self._counts) for k in range(count)
         )
@@ -120,7 +120,7 @@ class MixedStream:
             self._ranks[self._pattern == number] = np.arange(count)
 
     def source(self, ordinal: int) -> tuple[int, int]:
-        """The number of its source, and its ordinal there. Raises ValueError: negative ordinal."""
+        """(number of the source, ordinal in that source). Raises ValueError: negative ordinal."""
         if ordinal < 0:
             raise ValueError(f"ordinal={ordinal} is negative")
         period, place = divmod(ordinal, len(self._pattern))
@@ -133,7 +133,7 @@ class MixedStream:
 
 
 def _counts(weights: Sequence[float]) -> list[int]:
-    """How many ordinals of a period each source has, the shortest that holds the weights."""
+    """Ordinals per source in the shortest period that represents the weights."""
     total = sum(weights)
     counts = [max(1, round(weight / total * _SHARES)) for weight in weights]
     divisor = gcd(*counts)
@@ -149,8 +149,7 @@ def _seed_of(seed: int, name: str) -> int:
 def _keys(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """[num_rows] uint64: a hash of (seed, epoch, row); the rows sorted by it are the epoch's permutation.
 
-    Own hash instead of numpy's generators: their streams may change between releases, and a checkpoint must find the
-    same order under any of them.
+    An own hash, because numpy's generators may change between releases, and a resumed run must find the same order.
     """
     key = _mix(_mix(np.array([seed], np.uint64)) ^ np.array([epoch], np.uint64))
     return _mix(key + np.arange(num_rows, dtype=np.uint64))

@@ -1,7 +1,7 @@
-"""Rows in a file that is mapped into memory: `RowWriter` writes it, `RowTable` reads single rows of it.
+"""Rows in a memory-mapped file: `RowWriter` writes it, `RowTable` reads single rows.
 
-Only the rows that a process has read are in its memory, and the operating system can reclaim their pages. The file is
-an Arrow IPC file; all of its record batches except the last hold `BATCH_ROWS` rows.
+Only rows that a process has read occupy memory, in reclaimable pages. The file is Arrow IPC; all record batches except
+the last hold `BATCH_ROWS` rows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import unwritable
 
 BATCH_ROWS = 1024
-"""Rows of a batch: small enough that reading one row touches few pages, large enough that the listing stays short."""
+"""Rows per batch: few enough that reading a row touches few pages, many enough that the batch list stays short."""
 
 
 class RowTable(Sequence[PromptRow]):
-    """The rows of a file of `RowWriter`, in their order. Pickled as the path: a process on the same machine maps the
-    same file."""
+    """The rows of a `RowWriter`'s file, in order. Pickled as the path: processes on one machine map the same file."""
 
     def __init__(self, path: Path, num_rows: int) -> None:
         self.path = path
@@ -53,7 +52,7 @@ class RowTable(Sequence[PromptRow]):
             yield from map(_row, self._batch(number).to_pylist())
 
     def keep(self, path: Path) -> None:
-        """Moves the file to `path`, where it stays; otherwise it is deleted with this object. Raises StorageError."""
+        """Moves the file to `path` permanently; otherwise it is deleted with this object. Raises StorageError."""
         try:
             shutil.move(self.path, path)
         except OSError as error:
@@ -71,7 +70,7 @@ class RowTable(Sequence[PromptRow]):
 
 
 class RowWriter:
-    """Makes a `RowTable` in the temporary directory, whose file is deleted with the table unless `RowTable.keep` is
+    """Writes a `RowTable` to the temporary directory; its file is deleted with the table unless `RowTable.keep` is
     called."""
 
     def __init__(self) -> None:
@@ -111,13 +110,14 @@ class RowWriter:
             self._flush()
 
     def table(self) -> RowTable:
-        """All rows that were added; ends the writer. Raises StorageError."""
+        """The table of all added rows; ends the writer. Raises StorageError."""
         if self._waiting:
             self._flush()
         try:
             self._file.close()
         except OSError as error:
             raise unwritable(self._path, error) from error
+        # Ownership of the file passes from the writer to the table.
         self._unlink.detach()
         table = RowTable(self._path, self._num_rows)
         table._unlink = weakref.finalize(table, self._path.unlink, missing_ok=True)

@@ -1,9 +1,9 @@
-"""One dataset row, and how it is read from the schemas of `data.schema`; docs/data.md has an example of each.
+"""A dataset row, and its readers for the schemas of `data.schema`; docs/data.md has examples.
 
 verl (DAPO-Math-17k too): `prompt` (list of {role, content}), `data_source`, `reward_model` ({ground_truth, style}) and,
-optionally, `extra_info`; other columns are ignored. gsm8k: `question`, and `answer`, of which what follows the last
-`####` counts. prompt_answer: `prompt` (a text or a list of messages) and `answer`. In the last two all other columns
-belong to `extra`. Pure: records come in as parsed JSON or Arrow values.
+optionally, `extra_info`; other columns are ignored. gsm8k: `question`, and `answer`, whose text after the last `####`
+counts. prompt_answer: `prompt` (a text or a list of messages) and `answer`. The last two put all other columns into
+`extra`. Pure: records are parsed JSON or Arrow values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VERL_COLUMNS = ("prompt", "data_source", "reward_model", "extra_info")
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a prompt; `role` is whatever the chat template knows (system, user, assistant, tool)."""
+    """One turn of a prompt; `role` is any role of the chat template (system, user, assistant, tool)."""
 
     role: str
     content: str
@@ -48,8 +48,8 @@ class ChatMessage:
 class PromptRow:
     """One task: the messages for the policy, and the ground truth for the reward.
 
-    `extra` holds `extra_info` as (key, value) pairs; values other than strings are JSON. `origin` is the place of the
-    row: `file:line` counted from 1 for JSONL, `file:row N` counted from 0 for parquet and hub datasets.
+    `extra` holds `extra_info` as (key, value) pairs; values other than strings are JSON. `origin` locates the row:
+    `file:line` counted from 1 for JSONL, `file:row N` counted from 0 for parquet and hub datasets.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -63,7 +63,7 @@ class PromptRow:
 
 
 def schema_of(keys: Iterable[object]) -> Schema:
-    """The schema that records with these columns have; "auto" when they fit none."""
+    """The schema of records with these columns; "auto" if none fits."""
     found = set(keys)
     if "reward_model" in found or "data_source" in found:
         return "verl"
@@ -79,10 +79,10 @@ def columns_of(names: Sequence[str], schema: Schema) -> list[str]:
 
 
 def parse_json_line(line: str, origin: str, schema: Schema = "auto") -> PromptRow:
-    """The row that one line of a JSONL file holds. Raises DataError naming `origin`."""
+    """The row of one line of a JSONL file. Raises DataError naming `origin`."""
     try:
         record = json.loads(line)
-        if "\\ud" in line.lower():  # the only way to write half a character
+        if "\\ud" in line.lower():  # only an escape can write an unpaired surrogate
             json.dumps(record, ensure_ascii=False).encode()
         return parse_record(record, origin, schema)
     except DataError:
@@ -173,14 +173,14 @@ _READERS: dict[str, Callable[[Mapping[str, object], str], PromptRow]] = {
 
 
 def with_system_prompt(row: PromptRow, text: str) -> PromptRow:
-    """The row with a system message before the others; as it is when it has one."""
+    """The row with a system message prepended; unchanged if it has one."""
     if any(message.role == "system" for message in row.messages):
         return row
     return replace(row, messages=(ChatMessage("system", text), *row.messages))
 
 
 def to_record(row: PromptRow) -> dict[str, object]:
-    """The record of a row, for writers of dataset files; `parse_record` reads the same row back."""
+    """The record of a row, for dataset files; the inverse of `parse_record`."""
     return {
         "data_source": row.data_source,
         "prompt": [{"role": m.role, "content": m.content} for m in row.messages],
@@ -242,7 +242,7 @@ def _field(
         keys = ", ".join(sorted(str(k) for k in record)) or "none"
         raise _malformed(origin, f"no {prefix}{key}; its keys are {keys}", f"add {prefix}{key}: {_EXAMPLES[schema]}")
     value = record[key]
-    # a string is a sequence too, and the most common mistake is a prompt that is a bare string
+    # A string is a sequence too, and a bare string as prompt is the most common mistake.
     if not isinstance(value, kind) or (kind is Sequence and isinstance(value, str)):
         do = f"make {prefix}{key} {_KINDS[kind]}: {_EXAMPLES[schema]}"
         raise _malformed(origin, f"{prefix}{key} is {_kind(value)} instead of {_KINDS[kind]}", do)
@@ -261,7 +261,7 @@ def _malformed(origin: str, found: str, do: str) -> DataError:
     return DataError(explain(f"the row at {origin}", found, do))
 
 
-# Records of prompts: where the rows of a mixture come from, and the rendered rows of a held-out set.
+# Records of prompts: the sources of a mixture, and the rendered rows of a held-out set.
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +276,8 @@ class SourceRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RenderedPrompts:
-    """The rows of a held-out set beside their prompts: `prompt_ids[i]` is [P] int32 and belongs to `rows[i]`;
-    `num_dropped` rows were too long. Training prompts are a `data.training_set.TrainingSet`."""
+    """The rows of a held-out set with their prompts: `prompt_ids[i]`, [P] int32, is of `rows[i]`. `num_dropped` rows
+    were too long. Training prompts are a `data.training_set.TrainingSet`."""
 
     rows: tuple[PromptRow, ...]
     prompt_ids: tuple[np.ndarray, ...]

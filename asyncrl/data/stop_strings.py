@@ -1,7 +1,7 @@
-"""Stop strings in text and tokens as they arrive: in servers, which send the text before them, and in rollouts, which
-keep the tokens up to them. Pure.
+"""Finds stop strings in streamed text (servers, which send the text before them) and tokens (rollouts, which keep the
+tokens up to them). Pure.
 
-All of it takes time linear in the response, whatever the strings are and however the response is cut into chunks.
+Linear in the response, whatever the strings and chunks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from asyncrl.data.incremental_decoder import Decode, IncrementalDecoder
 
 
 class StopTable:
-    """The stop strings of a request as an automaton: where in them an end of the text may be.
+    """The stop strings of a request as an automaton over prefixes of the strings.
 
-    Built once per request, in time linear in the strings; a character then costs a constant number of steps on average,
-    whatever the strings are. A state is a beginning of a string; 0 is the empty one.
+    Built once per request, in time linear in the strings; a character costs amortised constant time. A state is a
+    prefix of a string; 0 is the empty prefix.
 
     Source: Aho and Corasick, Efficient string matching, CACM 18 (1975).
     """
@@ -23,11 +23,11 @@ class StopTable:
     def __init__(self, strings: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
         self._shorter = [0]
-        """Of each state: that of its longest proper end that begins a string, too."""
+        """Failure link per state: its longest proper suffix that is a prefix of a string."""
         self.depths = [0]
-        """Characters of each state: what must be held back, since it may become a stop string."""
+        """Length of each state: characters to hold back, since they may become a stop string."""
         self.found: list[str | None] = [None]
-        """The longest stop string that a state ends with."""
+        """Per state, the longest stop string that it ends with."""
         for string in strings:
             state = 0
             for depth, character in enumerate(string, 1):
@@ -40,7 +40,7 @@ class StopTable:
             self.found[state] = string
         self._shorter *= len(self._next)
         level = list(self._next[0].values())
-        while level:  # by depth: shorter states are complete
+        while level:  # breadth first: links of shorter states are complete
             for state in level:
                 self.found[state] = self.found[state] or self.found[self._shorter[state]]
                 for character, longer in self._next[state].items():
@@ -55,8 +55,8 @@ class StopTable:
 
 
 class StopStrings:
-    """Finds the first stop string to be complete (the longest of those that are at once) in a text that arrives in
-    pieces. What `feed` returns never needs to be taken back: an end that may become a stop string is held."""
+    """Finds the first stop string to complete (the longest, if several do) in streamed text. Text that may become a
+    stop string is held back, so the result of `feed` is final."""
 
     def __init__(self, table: StopTable) -> None:
         self._table = table
@@ -64,7 +64,7 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
         self.rest = ""
-        """What the piece that completed `found` has after it."""
+        """Text of the last piece after `found`."""
 
     def fork(self) -> StopStrings:
         """A copy that continues independently from here; it shares the table."""
@@ -73,7 +73,7 @@ class StopStrings:
         return made
 
     def feed(self, piece: str) -> str:
-        """The text that can be sent on; after a stop string was `found` it is complete, and the string not in it."""
+        """The text that is final; once a stop string is `found`, everything before it."""
         table, state = self._table, self._state
         text = self._held + piece
         for end, character in enumerate(piece, len(self._held) + 1):
@@ -87,16 +87,16 @@ class StopStrings:
         return text[:certain]
 
     def finish(self) -> str:
-        """What was held, when no more text comes."""
+        """The text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 class StopFinder:
-    """Finds the token of one response that completes a stop text, in chunks of any size.
+    """Finds the token of a response that completes a stop text, in chunks of any size.
 
-    The text is that of the response alone, with its special tokens. A character counts once its last byte is there.
-    The token that completes a stop text is part of the response, also when its own text goes on after it.
+    Searches the response's text, special tokens included; a character counts once complete. The token that completes a
+    stop text belongs to the response, even if its text continues after it.
     """
 
     def __init__(self, table: StopTable, decoder: IncrementalDecoder) -> None:
@@ -105,20 +105,21 @@ class StopFinder:
 
     @property
     def found(self) -> str | None:
-        """The stop text that is complete, of several the longest; None before."""
+        """The completed stop text (the longest of several), or None."""
         return self._stops.found
 
     def feed(self, token_ids: Sequence[int]) -> int:
-        """How many of these next tokens belong to the response: all, or those up to the one that completes a stop text.
-        Once one was `found` there are no next tokens."""
+        """The number of these tokens that belong to the response: all, or up to the one that completes a stop text. Not
+        to be called after `found`."""
         assert self.found is None, "the response has ended"
+        # Try the whole chunk on copies: most chunks complete nothing.
         stops, decoder = self._stops.fork(), self._decoder.fork()
         piece = decoder.feed(token_ids)
         stops.feed(piece)
         if stops.found is None and not decoder.held and "\ufffd" not in piece:
             self._stops, self._decoder = stops, decoder
             return len(token_ids)
-        # Where in the chunk it is complete, and how broken characters read, only the single tokens tell.
+        # Only single tokens show where in the chunk it completes, and how incomplete characters decode.
         for count, token in enumerate(token_ids, 1):
             self._stops.feed(self._decoder.feed([token]))
             if self.found is not None:
@@ -127,7 +128,7 @@ class StopFinder:
 
 
 class StopTexts:
-    """The stop texts of a recipe: one table, which a `StopFinder` per response reads.
+    """The stop texts of a recipe: one table, shared by a `StopFinder` per response.
 
     Args:
         texts: at least one; none is empty.
@@ -140,5 +141,5 @@ class StopTexts:
         self._decode = decode
 
     def follow(self, prompt_ids: Sequence[int]) -> StopFinder:
-        """For a response to `prompt_ids`, from its first token on."""
+        """A finder for a response to `prompt_ids`, from its first token."""
         return StopFinder(self._table, IncrementalDecoder(self._decode, prompt_ids))

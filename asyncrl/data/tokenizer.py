@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model: ModelConfig, section: str = "model") -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the chat template that `model.chat_template` names, if any. `section`: of the recipe,
-    for messages.
+    """The model's tokenizer, with the chat template of `model.chat_template`, if set. `section`: of the recipe, for
+    messages.
 
-    Raises ConfigError: no tokenizer there, no such template file, or no chat template at all.
+    Raises ConfigError: no tokenizer, no such template file, or no chat template.
     """
     tokenizer = _read(model.path, model.revision, model.trust_remote_code)
     if model.chat_template is not None:
@@ -37,7 +37,7 @@ def load_tokenizer(model: ModelConfig, section: str = "model") -> PreTrainedToke
 
 
 def vocabulary(path: str, *, revision: str | None = None, trust_remote_code: bool) -> dict[str, int]:
-    """Token ids by token of the model at `path`. Raises ConfigError: no tokenizer there."""
+    """Token -> id of the model at `path`. Raises ConfigError: no tokenizer."""
     return _read(path, revision, trust_remote_code).get_vocab()
 
 
@@ -51,7 +51,7 @@ def _read(path: str, revision: str | None, trust_remote_code: bool) -> PreTraine
 
 
 def _tokenizer_class(path: str) -> Any:
-    """AutoTokenizer, unless the files say that the generic class is meant: that one does without importing torch."""
+    """AutoTokenizer, or the generic class if the files name it: it does not import torch."""
     import transformers
 
     try:
@@ -63,12 +63,12 @@ def _tokenizer_class(path: str) -> Any:
 
 
 class PromptRenderer:
-    """Turns the messages of a row into the token ids that the policy continues. `tools`: named in every prompt."""
+    """Renders a row's messages to the token ids that the policy continues. `tools`: in every prompt."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, tools: ToolPrompt | None = None) -> None:
         self._tokenizer = tokenizer
         self._tools = tools
-        backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # of fast tokenizers
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # fast tokenizers only
         self._normalizer: Any = None if backend is None else backend.normalizer
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._bounds_bytes = backend is not None and all(len(t.content.encode()) > 1 for t in added.values())
@@ -77,7 +77,7 @@ class PromptRenderer:
         )
 
     def prompt_ids(self, row: PromptRow) -> np.ndarray:
-        """[P] int32: the row through the chat template, up to where the assistant's turn begins.
+        """[P] int32: the row through the chat template, up to the start of the assistant's turn.
 
         Raises DataError naming the row: the template refuses its messages, or renders nothing.
         """
@@ -91,20 +91,21 @@ class PromptRenderer:
             text = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **self._options, **options
             )
-            str(text).encode()  # half a character is found here
+            str(text).encode()  # finds unpaired surrogates
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             do = "correct the row's roles or the chat template"
             raise DataError(explain(f"the prompt of {row.origin}", f"the chat template fails: {error}", do)) from error
         return str(text)
 
     def tokens_over(self, row: PromptRow, text: str, limit: int) -> int | None:
-        """The number of tokens of the row's `text` if it is above `limit`; else None.
+        """The number of tokens of the row's `text` if above `limit`, else None.
 
-        Short texts need not be tokenized: each token of a fast tokenizer covers at least one byte of normalised text.
-        A prefix that pre-tokenizers put before the text, and after an added token, is one more.
+        Short texts are not tokenized: each token of a fast tokenizer covers at least one byte of normalised text, plus
+        one for the prefix of pre-tokenizers.
 
         Raises DataError naming the row: it renders to no token.
         """
+        # Fast path: too few bytes to exceed the limit in tokens.
         if text and self._bounds_bytes and len(text) < limit:
             normalised = self._normalizer.normalize_str(text) if self._normalizer is not None else text
             if normalised.strip() and len(normalised.encode()) < limit:
@@ -113,7 +114,7 @@ class PromptRenderer:
         return count if count > limit else None
 
     def identity(self) -> bytes:
-        """The settings, beside the text, that determine its token ids, as far as they are known."""
+        """The known settings, other than the text, that determine the token ids."""
         return repr(sorted(self._tokenizer.get_vocab().items())).encode(errors="replace")
 
     def _ids(self, row: PromptRow, text: str) -> np.ndarray:

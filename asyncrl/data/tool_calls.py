@@ -1,4 +1,4 @@
-"""Finds the tool calls in what the policy wrote. Pure.
+"""Parses tool calls in the policy's text. Pure.
 
 Formats: `hermes`, JSON between <tool_call> tags (Qwen, Hermes); `json`, a response that is JSON objects (Llama 3);
 `tagged`, `<name>arguments</name>`, where the arguments are a JSON object, or the text of the tool's first parameter.
@@ -37,7 +37,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """Text that was meant as a call and cannot be made. `error` is for the policy to read."""
+    """An unusable call. `error`: for the policy to read."""
 
     error: str
     name: str = "tool"
@@ -45,7 +45,7 @@ class MalformedCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolSignature:
-    """The properties of a tool that a parser needs; `first` is the name of its first parameter."""
+    """The part of a tool that parsers need; `first`: name of its first parameter."""
 
     name: str
     first: str | None = None
@@ -56,7 +56,7 @@ Parser = Callable[[str, Sequence[ToolSignature]], list[Call]]
 
 
 def parse_hermes(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
-    """The calls between <tool_call> tags, in order; a closing tag that is missing is malformed."""
+    """The calls between <tool_call> tags, in order; malformed without a closing tag."""
     calls: list[Call] = []
     for match in _HERMES.finditer(text):
         if not match[2]:
@@ -72,6 +72,7 @@ def parse_json(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
     if re.match(r'\{\s*"(name|type|function)"\s*:', rest) is None:
         return []
     decoder, calls = json.JSONDecoder(), []
+    # A response may hold several objects, separated by blanks, semicolons or commas.
     while rest.startswith("{"):
         try:
             value, end = decoder.raw_decode(rest)
@@ -84,7 +85,7 @@ def parse_json(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
 
 
 def parse_tagged(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
-    """The calls `<name>arguments</name>` whose name is that of a tool, in order; a missing closing tag is malformed."""
+    """The calls `<name>arguments</name>` of known tools, in order; malformed without a closing tag."""
     names = {tool.name: tool for tool in tools}
     if not names:
         return []
@@ -103,8 +104,8 @@ def parse_tagged(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
 
 
 def parse_between(text: str, tools: Sequence[ToolSignature], opening: str, closing: str) -> Call:
-    """The call whose `text` stands between the texts that open and close it: JSON with the name of the tool; or, where
-    there is one tool, its arguments as a JSON object, or the text of its first parameter."""
+    """The call of the `text` between `opening` and `closing`: JSON with the tool's name; or, for a single tool, its
+    arguments as a JSON object or the text of its first parameter."""
     text = text.strip()
     if len(tools) == 1 and not _names_tool(text):
         return _tagged(tools[0], text)
@@ -115,20 +116,19 @@ TAGS: dict[ParserName, Callable[[Sequence[ToolSignature]], dict[str, str]]] = {
     "hermes": lambda tools: {"<tool_call>": "</tool_call>"},
     "tagged": lambda tools: {f"<{tool.name}>": f"</{tool.name}>" for tool in tools},
 }
-"""The closing tag of each tag that opens a call, in the formats that have tags."""
+"""Format -> (opening tag -> closing tag), for formats with tags."""
 
 PARSERS: dict[ParserName, Parser] = {"hermes": parse_hermes, "json": parse_json, "tagged": parse_tagged}
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template; all of them, where a tokenizer has several."""
+    """The chat template; all of them joined if the tokenizer has several."""
     templates = tokenizer.chat_template
     return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
 
 
 def parser_for(name: str, template: str) -> ParserName:
-    """The parser `name`; for `auto` that of the format in which the chat template writes calls, hermes where it writes
-    none."""
+    """The parser `name`; `auto`: the format of the chat template, hermes if it has none."""
     if name != "auto":
         assert name in PARSERS, name
         return name  # type: ignore[return-value]
@@ -136,7 +136,7 @@ def parser_for(name: str, template: str) -> ParserName:
 
 
 def format_of(template: str) -> ParserName | None:
-    """The format in which a chat template writes calls; None where it writes none, or one that no parser reads."""
+    """The format in which a chat template writes calls; None if it writes none, or an unsupported one."""
     if "<tool_call>" in template:
         return "hermes"
     return "json" if re.search(r'ipython|<\|python_tag\|>|[\'"]parameters\\*"', template) else None
@@ -149,7 +149,7 @@ def described(schemas: Sequence[Mapping[str, Any]], parser: ParserName) -> str:
 
 
 def described_between(schemas: Sequence[Mapping[str, Any]], opening: str, closing: str, result: str) -> str:
-    """As `described`, for calls that `parse_between` reads. `result`: how a result is shown."""
+    """`described` for calls of `parse_between`. `result`: how a result is shown."""
     listed = "\n".join(json.dumps(schema.get("function", schema)) for schema in schemas)
     inside = "ARGUMENTS" if len(schemas) == 1 else _NAMED
     return (
@@ -181,7 +181,7 @@ def _tagged(tool: ToolSignature, text: str) -> Call:
 
 
 def _names_tool(text: str) -> bool:
-    """Whether the text is a JSON object with a name and arguments, maybe in OpenAI's nesting."""
+    """True for a JSON object with a name and arguments, possibly in OpenAI's nesting."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -202,8 +202,8 @@ def _from_json(text: str, shown: str) -> Call:
 
 
 def _from_value(value: object, shown: str) -> Call:
-    """OpenAI's nesting {"function": {"name", "arguments"}} and arguments that are JSON in a string are taken too.
-    `shown`: how a call is written, for the policy to read."""
+    """Also accepts OpenAI's nesting {"function": {"name", "arguments"}} and arguments as a JSON string. `shown`: the
+    format, for the policy to read."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -224,14 +224,13 @@ def _not_json(error: Exception, shown: str) -> str:
     return f"the call is not JSON ({what}); write {shown}"
 
 
-# Tells the policy which tools it has: through the chat template where that knows tools, else in a system message.
+# Tells the policy its tools: through the chat template if it supports tools, else in a system message.
 
 
 @dataclass(frozen=True, slots=True)
 class ToolPrompt:
-    """`schemas`: one object per tool as the template's `tools` takes them (OpenAI's function schema). `text`: the same
-    in words, for a template that does not take any. `in_words`: the template is not asked; it would teach calls of
-    another form."""
+    """`schemas`: one object per tool for the template's `tools` (OpenAI's function schema). `text`: the same in words,
+    for templates without tools. `in_words`: use `text` always, because the template teaches another format."""
 
     schemas: tuple[Mapping[str, Any], ...]
     text: str
@@ -239,7 +238,7 @@ class ToolPrompt:
 
 
 def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True when the chat template renders the tools that it gets."""
+    """True if the chat template renders tools."""
     templates = tokenizer.chat_template
     if isinstance(templates, dict):
         return "tool_use" in templates or any(_names_tools(t) for t in templates.values())

@@ -1,7 +1,7 @@
-"""The training prompts of a recipe: one source or a mixture, without duplicates, filtered by the curriculum, checked.
+"""The training prompts of a recipe: one source or a mixture; deduplicated, filtered by the curriculum, checked.
 
-The rows are read once, one by one, into a mapped file, and rendered when their prompt is generated. So millions of rows
-take no private memory in driver and rollouter (docs/adr/0016-prompts-are-rendered-when-they-are-asked.md).
+Rows are read once into a mapped file and rendered when needed, so that millions of rows take no private memory in
+driver and rollouter (docs/adr/0016-prompts-are-rendered-when-they-are-asked.md).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from asyncrl.data.tokenizer import PromptRenderer, none_short, too_long
 from asyncrl.errors import DataError, explain
 
 TOKENIZED_ROWS = 64
-"""Number of rows whose token ids enter the digest, so that a tokenizer that splits texts differently is noticed."""
+"""Rows whose token ids enter the digest, which detects a tokenizer that splits texts differently."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingSet:
-    """The training rows of a run, each of which renders to at most `data.max_prompt_tokens` tokens.
+    """The training rows of a run; each renders to at most `data.max_prompt_tokens` tokens.
 
     Dropped rows: `num_duplicates` repeat an earlier row, `num_filtered` are outside the curriculum, `num_dropped` are
-    too long. `sources` tile the rows of a mixture; `ease` is [rows] float64, the number of the curriculum. `digest`
-    changes with any prompt, ground truth, `extra` (which rewards read) or their order: ordinals mean the same tasks
-    only while it does not. `data.prompt_stream` says which row an ordinal asks.
+    too long. `sources` tile the rows of a mixture; `ease`: [rows] float64, the curriculum's number. `digest` covers
+    prompts, ground truths, `extra` (which rewards read) and their order: ordinals mean the same tasks only under the
+    same digest. `data.prompt_stream` maps ordinals to rows.
     """
 
     rows: RowTable
@@ -46,7 +46,7 @@ class TrainingSet:
 
 
 def sources_of(data: DataConfig) -> dict[str, tuple[str, float]]:
-    """name -> (path or hub name, weight) of everything that is trained on."""
+    """name -> (path or hub name, weight) of the training sources."""
     if data.mixture:
         return {name: (source.path, source.weight) for name, source in data.mixture.items()}
     return {"train": (data.train, 1.0)}
@@ -55,12 +55,12 @@ def sources_of(data: DataConfig) -> dict[str, tuple[str, float]]:
 def training_prompts(
     data: DataConfig, renderer: PromptRenderer | None, may_read: Callable[[str], bool]
 ) -> TrainingSet | None:
-    """All training prompts; None when some are not available yet: no `renderer`, or a source that may not be read.
+    """All training prompts; None if incomplete: no `renderer`, or a source that may not be read.
 
-    Reads every source that may be read, so that bad rows are found.
+    Reads every permitted source in any case, to find bad rows.
 
     Raises:
-        DataError: a row cannot be read, has no number of the curriculum or too long a prompt; or a source has no row
+        DataError: a row is malformed, lacks the curriculum's number or has too long a prompt; or a source has no row
             left.
         StorageError: the temporary directory has no room for the rows.
     """
@@ -78,7 +78,7 @@ def training_prompts(
 
 
 class _Collected:
-    """The rows that were taken so far, and what was left out."""
+    """The rows accepted so far, and the counts of rejected ones."""
 
     def __init__(self, data: DataConfig, renderer: PromptRenderer | None) -> None:
         self._data = data
@@ -89,7 +89,7 @@ class _Collected:
         self._duplicates = self._filtered = self._dropped = 0
 
     def read(self, path: str) -> None:
-        """Takes the rows of one source. Raises DataError, StorageError."""
+        """Adds the rows of one source. Raises DataError, StorageError."""
         data, key = self._data, self._data.curriculum.key
         in_range = dropped = taken = 0
         for row in self._distinct(read_rows(path, data.schema, data.system_prompt)):
@@ -105,6 +105,7 @@ class _Collected:
                 taken += 1
             else:
                 dropped += 1
+        # Both checks are per source: an empty source would silently change the mixture.
         if not in_range:
             found = f"no row has {key} between {data.curriculum.min:g} and {data.curriculum.max:g}"
             raise DataError(explain(f"the curriculum of {path}", found, "widen data.curriculum.min and max"))
@@ -131,7 +132,7 @@ class _Collected:
         )
 
     def _distinct(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
-        """The first one of rows that are alike; within one source, since a mixture has weights for its sources."""
+        """Drops duplicates within one source; across sources they count for the weights of the mixture."""
         seen: set[int] = set()
         for row in rows:
             if self._data.drop_duplicates:
@@ -143,12 +144,13 @@ class _Collected:
             yield row
 
     def _take(self, row: PromptRow, renderer: PromptRenderer) -> bool:
-        """False when it is too long. Raises DataError: too long a row is an error."""
+        """Adds a row; False if it is too long. Raises DataError if that is an error."""
         text, limit = renderer.text(row), self._data.max_prompt_tokens
         if (tokens := renderer.tokens_over(row, text, limit)) is not None:
             if self._data.on_long_prompt == "drop":
                 return False
             raise too_long(row, tokens, limit)
+        # The digest covers all that a prompt or reward depends on, in order; see `TrainingSet.digest`.
         extra = json.dumps(sorted(row.extra), default=repr)
         self._digest.update("\0".join((text, row.ground_truth, extra, "")).encode())
         if len(self.writer) < TOKENIZED_ROWS:
@@ -158,14 +160,14 @@ class _Collected:
 
 
 def likeness(row: PromptRow) -> int:
-    """A hash that is equal for duplicates: same messages, ground truth, source and `extra`, except its `index`, which
-    numbers rows. It has 64 bits: in two million rows two different ones collide once in ten million datasets."""
+    """A 64-bit hash of messages, ground truth, source and `extra` without `index` (a row number); equal for duplicates.
+    Two million rows collide with probability 1e-7."""
     extra = tuple(pair for pair in row.extra if pair[0] != "index")
     return hash((row.messages, row.ground_truth, row.data_source, extra))
 
 
 def ease_of(row: PromptRow, key: str) -> float:
-    """The number under `key` of the row's extra_info. Raises DataError naming the row."""
+    """The number `key` in the row's extra_info. Raises DataError naming the row."""
     extra = dict(row.extra)
     asked = f"data.curriculum.key={key} of the row at {row.origin}"
     if key not in extra:

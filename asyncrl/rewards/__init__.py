@@ -1,4 +1,4 @@
-"""Rewards by name: pure functions that judge a response against its row. `build_reward` makes the one of a recipe.
+"""Rewards by name: pure functions that judge a response against its row; `build_reward` builds a recipe's.
 
 Runs in: reward processes.
 """
@@ -35,7 +35,7 @@ REWARDS: dict[str, Callable[[RewardConfig], RewardFunction]] = {
 }
 
 _CHECKS: dict[str, Callable[[PromptRow], object]] = {
-    # name -> raises ValueError for a row that this reward cannot judge
+    # name -> raises ValueError for a row that the reward cannot judge
     "code": check_tests,
     "math": check_truth,
     "multiple_choice": true_letter,
@@ -47,10 +47,10 @@ _SIGNATURE = "(response: str, row: PromptRow) -> RewardResult or number, which m
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
-    """Several rewards as one: the weighted sum of theirs.
+    """The weighted sum of several rewards.
 
-    Its parts are each reward under its name, unweighted, and that one's own parts as `<name>.<part>`; `correct` is that
-    of the first reward that reports it.
+    Parts: each reward, unweighted, as `<name>`; its parts as `<name>.<part>`; `correct` of the first reward that has
+    it.
     """
 
     rewards: tuple[tuple[str, float, RewardFunction], ...]
@@ -74,8 +74,7 @@ class WeightedSum:
 def build_reward(config: RewardConfig) -> RewardFunction:
     """The reward of a recipe: `reward.function`, or the weighted sum of `reward.parts`.
 
-    Raises ConfigError: unknown name, nothing importable, not a function of (response, row), or a setting of it that
-    cannot be used.
+    Raises ConfigError: unknown name, not importable, not a function of (response, row), or an invalid setting.
     """
     if not config.parts:
         return _build("reward.function", config.function, config)
@@ -84,7 +83,7 @@ def build_reward(config: RewardConfig) -> RewardFunction:
 
 
 def check_rows(config: RewardConfig, rows: Iterable[PromptRow]) -> None:
-    """Raises DataError: a row that a built-in reward of the recipe cannot judge, named by file and line."""
+    """Raises DataError, with file and line: a built-in reward of the recipe cannot judge a row."""
     checks = [_CHECKS[name] for name in config.names if name in _CHECKS]
     for row in rows if checks else ():
         for check in checks:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Awaiter:
-    """Awaits what async functions return, always in the same event loop, so that their clients can be reused."""
+    """Awaits results of async functions in one event loop, so that their clients can be reused."""
 
     def __init__(self) -> None:
         self._runner: asyncio.Runner | None = None
 
     def value(self, given: Any) -> Any:
-        """What was given, or what it comes to where it is awaitable."""
+        """`given`, or its result if it is awaitable."""
         if not inspect.isawaitable(given):
             return given
         import asyncio
@@ -46,13 +46,13 @@ class CustomReward:
         self._awaiter = Awaiter()
 
     def __call__(self, response: str, row: PromptRow) -> RewardResult:
-        """Raises TypeError, ValueError: the function returned no reward, or one with an unusable number or part."""
+        """Raises TypeError, ValueError: the result is no reward, or has an invalid number or part."""
         given = self._awaiter.value(self._function(response, row))
         return checked_result(given, f"the reward {self.name} of {row.origin}")
 
 
 def checked_result(given: Any, asked: str) -> RewardResult:
-    """What a user's function has returned, as a reward. Raises TypeError, ValueError, as `CustomReward.__call__`."""
+    """The result of a user's function as a reward. Raises TypeError, ValueError, as `CustomReward.__call__`."""
     result = RewardResult(float(given)) if isinstance(given, Real) else given
     if not isinstance(result, RewardResult):
         found = f"{type(result).__name__} instead of RewardResult or a number"
@@ -82,7 +82,7 @@ def _parts(parts: Any, asked: str) -> tuple[tuple[str, float], ...]:
 
 
 def _finite(value: Any) -> float | None:
-    """The number that it is, numpy's and torch's scalars too; None for texts and for what is not finite."""
+    """`value` as a finite float (numpy's and torch's scalars too); None for texts and everything else."""
     if isinstance(value, str | bytes):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Rewards that see a whole group: a user's function of all responses to a prompt, or of each pair of them."""
+"""Rewards of a whole group: a user's function of all responses to a prompt, or of each pair."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GroupReward:
         self._awaiter = Awaiter()
 
     def __call__(self, responses: list[str], row: PromptRow) -> GroupResult:
-        """Raises TypeError, ValueError: not one reward for each response, or one that is not finite."""
+        """Raises TypeError, ValueError: not one finite reward for each response."""
         if self._config.pairwise:
             return self._by_pairs(responses, row)
         asked = f"the group reward {self._config.function} of {row.origin}"
@@ -41,8 +41,8 @@ class GroupReward:
         return GroupResult(tuple(checked_result(each, asked) for each in rewards))
 
     def _by_pairs(self, responses: list[str], row: PromptRow) -> GroupResult:
-        """Each pair is compared once in each order, so that a preference for the first place cancels out."""
-        from asyncrl.rewards.pairwise import scored  # numpy, which other reward processes do without
+        """Compares each pair in both orders, so that a bias for the first place cancels out."""
+        from asyncrl.rewards.pairwise import scored  # imports numpy, which other reward processes do not need
 
         count = len(responses)
         shares = [[0.5] * count for _ in range(count)]
@@ -57,7 +57,7 @@ class GroupReward:
 
 
 def build_group_reward(config: GroupRewardConfig) -> GroupReward | None:
-    """The group reward of a recipe, if it has one. Raises ConfigError: nothing importable, or not such a function."""
+    """The group reward of a recipe, if any. Raises ConfigError: not importable, or another signature."""
     if not config.function:
         return None
     found: Any = resolve("reward.group.function", config.function, {})
@@ -71,6 +71,6 @@ def build_group_reward(config: GroupRewardConfig) -> GroupReward | None:
 
 
 def added(reward: float, parts: Sequence[tuple[str, float]], name: str, weight: float, result: RewardResult) -> Any:
-    """(reward, parts) with `weight` times `result` added, and its values as parts under `name`."""
+    """(reward + weight * result.reward, parts with the values of `result` under `name`)."""
     more = ((f"{name}.{part}", value) for part, value in result.parts)
     return reward + weight * result.reward, (*parts, (name, result.reward), *more)

@@ -1,9 +1,9 @@
-r"""Reward 1 for the right final answer, however it is written.
+r"""Reward 1 for the right final answer, in any notation.
 
-The final answer is what the last complete `\boxed{}` after the last `</think>` holds, else what follows the last
-`Answer:`, `answer is`, `####`, `<answer>` or heading `Answer`: on its line, or on the next one that is not blank. One
-answer is read, before the truth is looked at: guessing several never pays. Numbers compare by value, words without
-regard to case, everything else by what it means (`math_equivalence`).
+The final answer, after the last `</think>`, is the content of the last complete `\boxed{}`, else the text after the
+last `Answer:`, `answer is`, `####`, `<answer>` or heading `Answer`, on its line or the next non-blank one. The answer
+is chosen without looking at the truth, so guessing several never pays. Numbers compare by value, words without case,
+everything else by meaning (`math_equivalence`).
 Source: the answer rules of DAPO (arXiv:2503.14476) and Minerva (arXiv:2206.14858, app. D), with exact rationals
 instead of floats and without their lists of units. `tests/data/math_answers.jsonl` compares it with others.
 """
@@ -34,39 +34,39 @@ _APPROXIMATELY = re.compile(r"\\(?:approx|simeq)(?![A-Za-z])")
 _NAME = re.compile(
     r"(?:\\(?!pi(?![a-z]))[A-Za-z]+ ?[A-Z]{0,3}|[A-Za-z]{1,3})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,]*\))?|\(\w(?:,\w)*\)"
 )
-_MAX_SIDES = 3  # each may be compared by meaning, which takes time
+_MAX_SIDES = 3  # comparing by meaning is slow
 
 
 def math_reward(response: str, row: PromptRow) -> RewardResult:
-    """1 when the final answer equals the ground truth, else 0. Parts: `correct`, and `answered` (one was found)."""
+    """1 if the final answer equals the ground truth, else 0. Parts: `correct`, `answered` (an answer was found)."""
     answer = final_answer(response, factorial=row.ground_truth.rstrip().endswith("!"))
     correct = float(answer is not None and same_answer(answer, row.ground_truth))
     return RewardResult(correct, (("correct", correct), ("answered", float(answer is not None))))
 
 
 def check_truth(row: PromptRow) -> None:
-    """Raises ValueError: nothing of the ground truth is left to compare with."""
+    """Raises ValueError: normalisation leaves nothing of the ground truth."""
     if not read(row.ground_truth).text:
         found = f"the ground truth {row.ground_truth[:60]!r}, of which normalisation leaves nothing"
         raise ValueError(explain(f"reward math of {row.origin}", found, "correct the row, or use reward exact"))
 
 
 def asks_for_mark(row: PromptRow) -> bool:
-    """Whether the prompt shows a way to mark the final answer."""
+    """True if the prompt shows how to mark the final answer."""
     return any(r"\boxed" in message.content or _MARK.search(message.content) for message in row.messages)
 
 
 def after_thinking(response: str) -> str:
-    """What follows the last `</think>`; nothing when a `<think>` has no end. A template that writes `<think>` into the
-    prompt hides an unfinished one: then a response without `</think>` is taken whole."""
+    """The text after the last `</think>`; empty if a `<think>` has no end. If the template writes `<think>` into the
+    prompt, an unfinished thought is not detectable: a response without `</think>` is then taken whole."""
     said = response.rpartition("</think>")[2]
     return "" if "<think>" in said else said
 
 
 def final_answer(response: str, *, factorial: bool = False) -> str | None:
-    """The answer that the response commits to, as it is written; None when it states none.
+    """The answer that the response commits to, verbatim; None if it states none.
 
-    Outside of a box an exclamation mark at its end is emphasis, unless `factorial`.
+    Outside a box a final exclamation mark is emphasis, unless `factorial`.
     """
     said = after_thinking(response)
     if (held := boxed(said)) is not None:
@@ -87,18 +87,19 @@ def _same(answer: Reading, truth: Reading) -> bool:
         return False
     if answer.text == truth.text or _same_words(answer.text, truth.text):
         return True
+    # A choice: its letter counts, or the answer after its label.
     choice = _CHOICE.fullmatch(answer.text)
     if choice and not _LONE_LETTER.search(choice[3]):
         letter = _WORDS.fullmatch(truth.text)
         if letter and letter[1] == (choice[1] or choice[2]):
             return True
-        if choice[1] and choice[3]:  # a label before the answer
+        if choice[1] and choice[3]:  # a label, then the answer
             return _same(read(choice[3]), truth)
     if not answer.core or not truth.core or not _same_unit(answer.unit, truth.unit):
         return False
     if answer.number is not None and truth.number is not None:
         return _same_number(answer.number, answer.is_percent, truth.number, truth.is_percent)
-    is_time = _TIME.search(answer.core) or _TIME.search(truth.core)  # elsewhere a colon divides
+    is_time = _TIME.search(answer.core) or _TIME.search(truth.core)  # otherwise a colon is a division
     return answer.core == truth.core or (not is_time and _same_core(answer, truth))
 
 
@@ -108,7 +109,7 @@ def _same_words(answer: str, truth: str) -> bool:
 
 
 def _same_unit(answer: str, truth: str) -> bool:
-    """Equal, left out, or the first letters of the words: m, meter. Nothing is converted."""
+    """Equal, missing, or abbreviated (m, meter). Nothing is converted."""
     short, long = sorted((answer, truth), key=len)
     rest = iter(long)
     return short in ("", long) or (
@@ -117,7 +118,7 @@ def _same_unit(answer: str, truth: str) -> bool:
 
 
 def _same_number(answer: Fraction, answer_is_percent: bool, truth: Fraction, truth_is_percent: bool) -> bool:
-    """A percentage is a hundredth, or, from 1 on, the bare number: 50% is 0.5 and 50, and 0.5% is not 0.5."""
+    """p% equals p / 100, and p itself if |p| >= 1: 50% is 0.5 and 50, but 0.5% is not 0.5."""
     if answer_is_percent == truth_is_percent:
         return answer == truth
     percent, plain = (answer, truth) if answer_is_percent else (truth, answer)
@@ -125,11 +126,12 @@ def _same_number(answer: Fraction, answer_is_percent: bool, truth: Fraction, tru
 
 
 def _same_core(answer: Reading, truth: Reading) -> bool:
-    """Of `x = a = b` each side must be the truth, and of `a \\approx b` the first one; a name before them is none."""
+    """In `x = a = b` each side must equal the truth, in `a \\approx b` the first; a leading name is ignored."""
     left, right = (one.core if one.number is None else str(one.number) for one in (answer, truth))
     if answer.integer and truth.integer:
         left = re.sub(rf"(?<![A-Za-z]){answer.integer}(?![A-Za-z])", truth.integer, left)
     (names, sides), (true_names, true_sides) = _sides(left), _sides(right)
+    # The answer is a chain and the truth a value; then the reverse; then two definitions of one name.
     if true_sides == [right] and sides != [left]:
         return 1 <= len(sides) <= _MAX_SIDES and all(_same(read(side), truth) for side in sides)
     if len(true_sides) == 1 and sides == [left] and true_sides != [right]:
@@ -140,7 +142,7 @@ def _same_core(answer: Reading, truth: Reading) -> bool:
 
 
 def _sides(core: str) -> tuple[list[str], list[str]]:
-    """The names and the values that a chain of equalities states; values alone for what is none. Empty: a false one."""
+    """(names, values) of a chain of equalities; values only if it is none; both empty if it is false."""
     exact, *rounded = _APPROXIMATELY.split(core)
     if rounded:
         if _NAME.fullmatch(exact):

@@ -1,8 +1,8 @@
-r"""What the text of a short answer says: its mathematics, apart from words, unit and LaTeX that only sets it.
+r"""Parses a short answer: its mathematics, without words, unit and typographic LaTeX.
 
-Words before and after are read over: "therefore 1,072 apples" is the number 1072 of the unit apples. Words that change
-or hide what is meant (not, at least, between), words in the middle, and several formulas among words leave nothing to
-read: such a text is equal to the same text alone. "and" and "or" make a list.
+Words before and after are skipped: "therefore 1,072 apples" is 1072, unit apples. Words that change the meaning (not,
+at least, between), words in the middle, and several formulas among words make a text unreadable: it equals only the
+identical text. "and" and "or" make a list.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_CHARS = 400
-"""Longer texts are not read: no answer is, and parsing takes time that grows faster than the length."""
-_MAX_DIGITS = 200  # no answer has more, and big integers cost time
-_MAX_BOXES, _MAX_GAP = 20, 60  # of a list in boxes, and characters between two of them
+"""Longer texts are not read: no answer is that long, and parsing time grows superlinearly."""
+_MAX_DIGITS = 200  # big integers are slow
+_MAX_BOXES, _MAX_GAP = 20, 60  # boxes in a list; characters between two boxes
 
 _BOXED = r"\boxed"
 _BRACE = re.compile(r"\\[{}]|[{}]")
@@ -80,9 +80,9 @@ _RECURRING = re.compile(r"([+-]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`text`: all of it, with blanks between two digits and between two letters alone. `core`: its mathematics, empty
-    where nothing can be read. `unit`: what is counted, in lower case. `number`: that of the core; with `is_percent`,
-    before the division. `integer`: the letter that is said to be any integer."""
+    """`text`: the whole, with blanks only between two digits or two letters. `core`: its mathematics; empty if
+    unreadable. `unit`: in lower case. `number`: value of the core; with `is_percent`, before the division by 100.
+    `integer`: the letter declared to be any integer."""
 
     text: str
     core: str = ""
@@ -93,12 +93,13 @@ class Reading:
 
 
 def read(text: str) -> Reading:
-    """What a short text says."""
+    """Parses a short text."""
     held = boxed(text)
     text = text if held is None else held
     if len(text) > MAX_CHARS:
         return Reading(" ".join(text.split()).strip("$*. "))
     text = without_markup(text)
+    # `text` keeps everything for an exact comparison; `core` and `unit` are for one by value.
     whole = _squeezed(_DELIMITER.sub("", text)).lstrip("*_\"' ").rstrip(".,;:*_\"' ")
     condition = _ANY_INTEGER.search(text)
     stated = _stated_formula(text[: condition.start()] if condition else text)
@@ -114,9 +115,9 @@ def read(text: str) -> Reading:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last complete `\boxed{}` holds; with those just before it, as in `\boxed{1} and \boxed{2}`, a list.
+    r"""The content of the last complete `\boxed{}`; adjacent boxes, as in `\boxed{1} and \boxed{2}`, make a list.
 
-    One pass: a policy may write any number of boxes that never close.
+    Single pass: a policy may write any number of unclosed boxes.
     """
     opened: list[int] = []
     boxes: list[tuple[int, int]] = []
@@ -142,7 +143,7 @@ def boxed(text: str) -> str | None:
 
 
 def without_markup(text: str) -> str:
-    """`text` with Unicode signs as LaTeX, and without LaTeX that only sets it; signs around formulas stay."""
+    """`text` with Unicode signs as LaTeX, without typographic LaTeX; formula delimiters stay."""
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{found[0].translate(_RAISED)}}}", text).translate(_SIGNS)
     text = _TEXT.sub(r" \1 ", _NOISE.sub("", _SPACE.sub(" ", _SET_THOUSANDS.sub("", text))))
     for written, same in _SAME:
@@ -161,7 +162,7 @@ def with_exponents(text: str) -> str:
 
 
 def number_of(core: str) -> Fraction | None:
-    """The number that a text without words is; None for anything else."""
+    """The value of a text without words; None if it is no number."""
     if len(core) > _MAX_DIGITS:
         return None
     if core.startswith("(") and core.endswith(")"):
@@ -179,8 +180,8 @@ def number_of(core: str) -> Fraction | None:
 
 
 def _stated_formula(text: str) -> str:
-    """The only formula among words, or all of the text where there are none, or it is a number, which may have a unit;
-    empty where several could be meant."""
+    """The only formula among words; the whole text if there are no words, or if the formula is a number (which may have
+    a unit); empty if ambiguous."""
     formulas = _FORMULA.findall(text)
     outside = [word.strip(_ENDS).lower() for word in _FORMULA.sub(" ", text).split()]
     words = {word for word in outside if len(word) > 1 and word.isalpha() and word not in _LISTING}
@@ -193,16 +194,18 @@ def _stated_formula(text: str) -> str:
 
 
 def _between_words(tokens: list[str]) -> tuple[str, list[str]]:
-    """What stands between the words before and after it, and the latter up to the end of their clause."""
+    """(the mathematics between the words, the unit: the words after it, up to the end of the clause)."""
+    # Phase 1: skip words from both ends.
     first = 0
     while first < len(tokens) and (_is_word(tokens[first]) or _is_pronoun(tokens, first)):
         first += 1
     if 0 < first < len(tokens) and tokens[first].startswith("="):
-        first -= 1  # a name of several letters
+        first -= 1  # a name of several letters, as in `area = 5`
     last = len(tokens)
     while last > first + 1 and (_is_unit(tokens[last - 1], tokens[last - 2]) or _is_pronoun(tokens, last - 1)):
         last -= 1
     core, around = tokens[first:last], tokens[:first] + tokens[last:]
+    # Phase 2: give up if the skipped words may change the meaning.
     if any(word.strip(_ENDS).lower() in _HEDGES or "n't" in word for word in around):
         return "", []
     if around and not _MATHEMATICAL.search(" ".join(core)):
@@ -212,6 +215,7 @@ def _between_words(tokens: list[str]) -> tuple[str, list[str]]:
     core = [_LISTING.get(token.lower(), token) for token in core]
     if len(core) > 1 and any(map(_is_word, core)):
         return "", []
+    # Phase 3: the words after the mathematics are its unit.
     unit: list[str] = []
     if core and not core[-1].endswith(_CLAUSE_ENDS):
         for word in tokens[last:]:
@@ -222,7 +226,7 @@ def _between_words(tokens: list[str]) -> tuple[str, list[str]]:
 
 
 def _is_word(token: str) -> bool:
-    """Two letters or more that are neither a function nor capitals, which name points."""
+    """Two letters or more, except functions and capitals (names of points)."""
     return bool(_WORD.fullmatch(token)) and not token.isupper() and token.strip(_ENDS).lower() not in _FUNCTIONS
 
 
@@ -231,13 +235,13 @@ def _is_pronoun(tokens: list[str], at: int) -> bool:
 
 
 def _is_unit(token: str, before: str) -> bool:
-    """A word; or, after a number or a word, what can be a unit."""
+    """A word; or, after a number or a word, a possible unit."""
     can_be = _UNIT.fullmatch(token) is not None and token.lower() not in _FUNCTIONS
     return _is_word(token) or (can_be and (before[-1] in "0123456789})" or before.endswith("circ") or _is_word(before)))
 
 
 def _squeezed(text: str) -> str:
-    """`text` without blanks, but for one between two digits, for "12 34" is not 1234, and between two letters."""
+    """`text` without blanks, except between two digits ("12 34" is not 1234) and between two letters."""
     return _BLANK.sub("", " ".join(text.split()))
 
 
@@ -248,6 +252,6 @@ def _improper(mixed: re.Match[str]) -> str:
 
 
 def _quotient(fraction: re.Match[str]) -> str:
-    """a/b for plain numbers; anything longer keeps parentheses, so that its parts stay apart."""
+    """a/b for plain numbers; longer parts get parentheses."""
     above, below = fraction[1] or fraction[2], fraction[3] or fraction[4]
     return "/".join(part if re.fullmatch(_DECIMAL, part) else f"({part})" for part in (above, below))

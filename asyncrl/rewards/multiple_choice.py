@@ -1,8 +1,8 @@
 r"""Reward 1 for the right letter of a multiple-choice question.
 
-The letter that the response commits to: that of the last complete `\boxed{}`; else after the last `Answer:`, `####` or
-`answer is`; else the last one in parentheses, as in (B); else one that stands alone on the last line. The words "a" and
-"I" before another word are none.
+The chosen letter, in order of preference: in the last complete `\boxed{}`; after the last `Answer:`, `####` or `answer
+is`; the last one in parentheses, as in (B); alone on the last line. The words "a" and "I" before another word do not
+count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALONE = re.compile(r"^[\s*(]*([A-Za-z])[\s*).:]*$")
 
 
 def multiple_choice_reward(response: str, row: PromptRow) -> RewardResult:
-    """1 when the chosen letter is the ground truth's, else 0. Parts: `correct`, and `answered` (one was chosen).
+    """1 if the chosen letter is the ground truth's, else 0. Parts: `correct`, `answered` (a letter was chosen).
 
     Raises ValueError: the ground truth names no letter.
     """
@@ -44,7 +44,7 @@ def true_letter(row: PromptRow) -> str:
 
 
 def chosen_letter(response: str) -> str | None:
-    """The choice that the response commits to, in upper case; None when it states none."""
+    """The letter that the response commits to, in upper case; None if it states none."""
     stated = final_answer(response)
     if stated is not None and (letter := _stated(stated)):
         return letter

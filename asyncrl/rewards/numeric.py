@@ -21,15 +21,14 @@ _COMPUTED = re.compile(r"\\(?:[dt]?frac|sqrt|pi|log|ln|exp|sin|cos|tan|binom|inf
 
 
 class NumericReward:
-    """The number is that of the final answer as reward math finds and reads it, else the last one in it; or, when the
-    response marks no answer, the last one of all. `reward.tolerance` is relative to the ground truth; where that is 0,
-    absolute."""
+    """The number is that of the final answer (as for reward math), else the last one in it; without a marked answer,
+    the last number of the response. `reward.tolerance` is relative to the ground truth, or absolute if that is 0."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._tolerance = config.tolerance
 
     def __call__(self, response: str, row: PromptRow) -> RewardResult:
-        """1 when the number is right, else 0. Parts: `correct`, and `answered` (there was one).
+        """1 if the number is right, else 0. Parts: `correct`, `answered` (there was a number).
 
         Raises ValueError: the ground truth is no number.
         """
@@ -50,7 +49,7 @@ def true_number(row: PromptRow) -> float:
 
 
 def stated_number(text: str) -> float | None:
-    """The number that a short text states, in words or LaTeX; None for one that would have to be computed."""
+    """The number that a short text states, in words or LaTeX; None if it would have to be computed."""
     value = read(text).number
     if value is not None:
         return float(value) if abs(value) < _LARGEST else None
@@ -70,5 +69,5 @@ def last_number(text: str) -> float | None:
 
 
 def _plain(text: str) -> str:
-    """`text` with its fractions as a/b and its powers of ten as exponents, and without powers of units."""
+    """`text` with fractions as a/b, powers of ten as exponents, and without powers of units."""
     return _POWER_OF_UNIT.sub("", without_markup(with_plain_fractions(with_exponents(text))))

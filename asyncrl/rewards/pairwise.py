@@ -1,4 +1,4 @@
-"""Scores of the members of a group from comparisons of pairs. Pure.
+"""Scores of a group's members from pairwise comparisons. Pure.
 
 Shape letters: G members. `wins[i, j]` is the share in [0, 1] with which i was found better than j, and
 `wins[i, j] + wins[j, i] == 1`; the diagonal is not read.
@@ -14,14 +14,12 @@ import numpy as np
 Scores = Literal["win_rate", "bradley_terry"]
 
 PRIOR = 0.5
-"""Drawn games of each pair that Bradley-Terry adds to what was observed: a member that won everything has a finite
-strength then."""
+"""Draws that Bradley-Terry adds to each pair, so that a member that won everything has a finite strength."""
 _ROUNDS = 200
 
 
 def win_rates(wins: np.ndarray) -> np.ndarray:
-    """[G] float64 in [0, 1]: the mean share with which each was better than the others. Raises ValueError: malformed
-    wins."""
+    """[G] float64 in [0, 1]: mean of `wins[i, j]` over j != i. Raises ValueError: malformed wins."""
     wins = _checked(wins)
     np.fill_diagonal(wins, 0.0)
     return wins.sum(axis=1) / (len(wins) - 1)
@@ -31,7 +29,7 @@ def bradley_terry(wins: np.ndarray) -> np.ndarray:
     """[G] float64 in [0, 1]: the chance of each to be better than an average member, by the strengths s that make
     P(i better than j) = s_i / (s_i + s_j) likeliest.
 
-    It differs from the win rate where not all pairs say the same: to beat a strong member counts more.
+    Differs from the win rate if opponents differ in strength: beating a strong member counts more.
     Source: Bradley and Terry (1952); the iteration of Hunter (2004), "MM algorithms", with `PRIOR` draws a pair.
     Raises ValueError: malformed wins.
     """

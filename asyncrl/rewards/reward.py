@@ -11,7 +11,7 @@ from asyncrl.data.rows import PromptRow
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """`reward` is what is trained on; `parts` are its named components, for metrics."""
+    """`reward` is trained on; `parts`, its named components, are for metrics."""
 
     reward: float
     parts: tuple[tuple[str, float], ...] = ()
@@ -23,11 +23,11 @@ class RewardFunction(Protocol):
     def __call__(self, response: str, row: PromptRow) -> RewardResult: ...
 
 
-# What a rollouter and its reward processes send each other.
+# Messages between a rollouter and its reward processes.
 
 
 Response = str | bytes
-"""Its text; or its token ids as int32, which the process decodes: it needs no numpy for them."""
+"""Text, or token ids as int32 bytes, which the process decodes without numpy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Computes rewards in worker processes, which also decode the responses: the text of long ones would hold up the event
-loop of the rollouter.
+"""Computes rewards in worker processes, which also decode the responses: decoding long ones would block the rollouter's
+event loop.
 
 A reward that takes longer than `reward.timeout_s` raises DeadlineExceeded, and its process is killed. The rollouter
 then nacks the group: the timeout counts as a failed attempt, as any error of a reward does.
@@ -49,11 +49,11 @@ class RewardPool(WorkerPool):
         self._spec = replace(self._spec, settings=RewardSettings(self._config, decoder))
 
     async def score(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
-        """The reward of a response. Raises what `WorkerPool.call` raises."""
+        """The reward of a response. Raises as `WorkerPool.call`."""
         return await self.call(RewardRequest(_sent(response), row), f"the reward of {row.origin}")
 
     async def score_group(self, responses: Sequence[str | np.ndarray], row: PromptRow) -> tuple[RewardResult, ...]:
-        """What `reward.group` gives each response of a group. Raises what `WorkerPool.call` raises."""
+        """The `reward.group` of each response of a group. Raises as `WorkerPool.call`."""
         request = GroupRequest(tuple(map(_sent, responses)), row)
         result: GroupResult = await self.call(request, f"the group reward of {row.origin}")
         return result.rewards

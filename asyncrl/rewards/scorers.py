@@ -1,4 +1,4 @@
-"""What responses are worth in all: the reward function's result, and what further scorers add to it."""
+"""Total rewards of responses: the reward function's result plus the results of further scorers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.types import Trajectory
 
 Scorer = Callable[[str, PromptRow], Awaitable[RewardResult]]
-"""(text of a response, its prompt) -> what it is worth."""
+"""(text of a response, its row) -> its result."""
 GroupScorer = Callable[[Sequence[np.ndarray], PromptRow], Awaitable[Sequence[RewardResult]]]
-"""(token ids of each response of a group, their prompt) -> what each is worth."""
+"""(token ids of each response of a group, their row) -> a result per response."""
 
 
 class Scorers:
-    """The reward function of a run and the scorers that add to it, as its recipe names them at the start."""
+    """The reward function of a run and the scorers that its recipe adds."""
 
     def __init__(self, rewards: RewardPool, decode: Callable[[np.ndarray], str]) -> None:
         self._rewards = rewards
@@ -37,7 +37,7 @@ class Scorers:
         self._of_groups.append((name, weight, scorer))
 
     async def score(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
-        """The reward of one response, without what scorers of groups add. Raises what any scorer raises."""
+        """The reward of one response, without group scorers. Raises the scorers' errors."""
         if not self._of_each:
             return await self._rewards.score(self._readable(response), row)
         text = response if isinstance(response, str) else self._decode(response)
@@ -47,7 +47,8 @@ class Scorers:
         return result
 
     async def with_group_rewards(self, trajectories: Sequence[Trajectory], row: PromptRow) -> list[Trajectory]:
-        """The trajectories of one group with what scorers of groups add, validated. Raises what any scorer raises."""
+        """The trajectories of one group with the results of group scorers added, validated. Raises the scorers'
+        errors."""
         found = list(trajectories)
         for name, weight, scorer in self._of_groups:
             results = await scorer([trajectory.policy_ids for trajectory in found], row)
@@ -61,5 +62,5 @@ class Scorers:
         return await self._rewards.score_group([self._readable(ids) for ids in responses], row)
 
     def _readable(self, response: str | np.ndarray) -> str | np.ndarray:
-        """Of token ids their text, where the reward processes cannot decode them."""
+        """Token ids as text, if the reward processes cannot decode them."""
         return response if isinstance(response, str) or self._rewards.decodes else self._decode(response)

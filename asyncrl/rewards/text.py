@@ -11,7 +11,7 @@ from asyncrl.rewards.reward import RewardResult
 
 
 def exact_reward(response: str, row: PromptRow) -> RewardResult:
-    """1 when the response is the ground truth but for surrounding and repeated whitespace, else 0."""
+    """1 if the response equals the ground truth up to surrounding and repeated whitespace, else 0."""
     correct = float(response.split() == row.ground_truth.split())
     return RewardResult(correct, (("correct", correct),))
 

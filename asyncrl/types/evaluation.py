@@ -9,13 +9,14 @@ from asyncrl.types.metrics import Metric
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """One held-out set. `accuracy` is the share of right responses, over `num_prompts` prompts with `samples` responses
-    each (mean@samples); `interval` is its 95% interval; `pass_at` are pairs (k, pass@k), means over the prompts.
+    """The result of one held-out set. `accuracy` is the share of right responses, over `num_prompts` prompts with
+    `samples` responses each (mean@samples); `interval` is its 95% interval; `pass_at` are pairs (k, pass@k), means over
+    the prompts.
 
-    `reward_mean` and `response_tokens_mean` are over the responses that came. One whose environment or reward raised
-    counts as not right, and in `num_failed`. `pass_rates`: share of right responses to each prompt, in their order.
-    `versions`: policy versions that sampled the tokens, ascending; one, unless every replica was lost in the middle.
-    `num_questions`: different ones among the prompts, which are what `interval` counts.
+    `reward_mean` and `response_tokens_mean` are over completed responses; a response whose environment or reward raised
+    counts as wrong and in `num_failed`. `pass_rates`: share of right responses per prompt. `versions`: policy versions
+    of the tokens, ascending; more than one only if every replica was lost midway. `num_questions`: distinct prompts,
+    the sample size of `interval`.
     """
 
     name: str

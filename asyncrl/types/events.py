@@ -1,11 +1,10 @@
 """The events of a run: one record per kind. `events.jsonl` has their fields by the same names.
 
-A field declares what it may be, and the audit derives its checks of the file from that. Three names mean the same in
-every event:
+The audit derives its checks of the file from the fields' types. Three names mean the same in every event:
 
-* `step` is an optimizer step, counted from 1; the event is about it or about the state that it left. 0: before step 1.
-* `version` is a policy version, which is the number of optimizer steps that made it.
-* `restarts` is how often a process of this role had been restarted before.
+* `step` is an optimizer step, counted from 1, or the state after it. 0: before step 1.
+* `version` is a policy version: the number of optimizer steps behind it.
+* `restarts` counts earlier restarts of processes of this role.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Transition = Literal[
 Departure = Literal["scaled", "preempted", "no_place"]
 
 ENVELOPE = ("event", "time_s", "monotonic_s", "writer", "at", "chain")
-"""What each line of the file has besides the fields of its event."""
+"""Keys of every line in addition to the fields of its event."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -84,7 +83,7 @@ class SnapshotTaken(Event, kind="snapshot"):
 
 
 class SnapshotRestored(Event, kind="restored"):
-    """The queue went back to that snapshot; what came after it is undone."""
+    """The queue went back to that snapshot; later changes are undone."""
 
     snapshot: str
     step: Whole
@@ -112,8 +111,8 @@ class GroupChanged(Event, kind="group"):
 
 
 class GuardChanged(Event, kind="guard_changed"):
-    """The off-policy guard has acted after `step`. `acted` false: it only would have (staleness.guard=watch). From here
-    on no token is trained at a lag over `limit`. stopped: the run ends for this `reason`."""
+    """The off-policy guard has acted after `step`. `acted` false: it would have (staleness.guard=watch). From now on no
+    token over lag `limit` is trained. stopped: the run ends for this `reason`."""
 
     step: Whole
     action: GuardAction
@@ -123,7 +122,7 @@ class GuardChanged(Event, kind="guard_changed"):
 
 
 class WeightsPublished(Event, kind="publish"):
-    """Number `replicas` of replicas that serve `version` from now on. `attempts` counts transfers of `bytes` bytes."""
+    """`replicas` is the number of replicas that now serve `version`; `attempts` counts transfers of `bytes` bytes."""
 
     version: Whole
     publish_s: NonNegative
@@ -136,8 +135,8 @@ class WeightsPublished(Event, kind="publish"):
 
 
 class EnginesSlept(Event, kind="engines_slept"):
-    """With placement=colocated: the trainer has the devices for `step`. These `replicas` have given their memory back,
-    which took `begin_s`; every other process of a replica had exited. The next publish wakes them."""
+    """With placement=colocated: the trainer has the devices for `step`. These `replicas` have released their memory,
+    which took `begin_s`; processes of other replicas have exited. The next publish wakes them."""
 
     step: Whole
     replicas: tuple[Whole, ...]
@@ -156,7 +155,7 @@ class ReplicaStarted(ReplicaEvent, kind="replica_started"):
 
 
 class ReplicaServing(ReplicaEvent, kind="replica_serving"):
-    """The replica has committed weights and gets requests, at the start too."""
+    """The replica has committed weights and gets requests (also at the start)."""
 
 
 class ReplicaSuspended(ReplicaEvent, kind="replica_suspended"):
@@ -178,7 +177,7 @@ class ReplicaReturned(ReplicaEvent, kind="replica_returned"):
 
 
 class FleetResized(Event, kind="fleet_resized"):
-    """The run wants `replicas` replicas from now on, in place of `former`. `asked_by` recipe: at the start, because of
+    """The target is now `replicas` replicas instead of `former`. `asked_by` recipe: at the start, by
     rollout.max_replicas; command: by asyncrl-scale."""
 
     replicas: Whole
@@ -187,7 +186,7 @@ class FleetResized(Event, kind="fleet_resized"):
 
 
 class ReplicaJoined(ReplicaEvent, kind="replica_joined"):
-    """A replica has a place and begins to start: one that the run did not have, or one that had left."""
+    """A new replica, or one that had left, has a place and starts."""
 
 
 class ReplicaLeft(ReplicaEvent, kind="replica_left"):
@@ -198,8 +197,8 @@ class ReplicaLeft(ReplicaEvent, kind="replica_left"):
 
 
 class ModelReplicaChanged(Event, kind="model_replica"):
-    """A replica of another model than the policy: of the pool `pool`, a section of the recipe. `change` is the kind of
-    event that a replica of the policy would have."""
+    """A replica of a model other than the policy, in the recipe's section `pool`. `change` is the event's kind for a
+    policy replica."""
 
     pool: str
     replica: Whole
@@ -254,7 +253,7 @@ class CheckpointFailed(Event, kind="checkpoint_failed"):
 
 
 class CheckpointLate(Event, kind="checkpoint_late"):
-    """The checkpoint of `step` has taken `checkpoint.timeout_s` longer; it is written on."""
+    """Writing the checkpoint of `step` has taken another `checkpoint.timeout_s`; it continues."""
 
     step: Whole
     error: str
@@ -293,7 +292,7 @@ class EvaluationFailed(Event, kind="evaluation_failed"):
 
 
 class EvaluationSkipped(Event, kind="evaluation_skipped"):
-    """There is no evaluation after `step`, because the one after step `running` is still in progress."""
+    """No evaluation after `step`, because the evaluation after step `running` is still in progress."""
 
     step: Whole
     running: Whole

@@ -24,20 +24,20 @@ class SamplingParams:
     """How tokens are sampled. `temperature=0` is greedy; `top_p=1` and `top_k=0` switch those filters off.
 
     `stop_token_ids` end the response with finish_reason "stop"; the stop token is part of the response. Before
-    `min_tokens` tokens none of them can be sampled; the log-probabilities are those of the distribution without them.
+    `min_tokens` tokens they are barred from sampling, and log-probabilities are of the distribution without them.
     `json_schema` (a JSON schema as text) guides the response: only tokens that keep it valid are sampled. Engines
     without guided decoding refuse it.
 
-    `experts`: the chunks also have the experts that the routers of a mixture chose, as `experts` of their `extra`.
-    Engines that do not record them, and models without routers, refuse it.
+    `experts`: chunks carry the routers' choices as `extra["experts"]`. Engines that do not record experts, and models
+    without routers, refuse it.
 
-    `kept`: the chunks also have the tokens that the filters kept, as `kept_ids` of their `extra`. It needs `top_k`,
-    which bounds them, and a temperature above 0.
+    `kept`: chunks carry the tokens that the filters kept as `extra["kept_ids"]`. Needs `top_k` and a temperature above
+    0.
 
-    `score_from`: nothing is sampled. The answer is one chunk with the tokens of the prompt from this place on, and
-    their log-probabilities under the model, at temperature 1 and without filters, whatever the other fields say. Engine
-    sglang refuses it. `score_top`, with it: the chunk also has this many likeliest tokens of each place, as `top_ids`
-    and `top_logprobs` of its `extra`.
+    `score_from`: scores instead of sampling. The answer is one chunk of the prompt's tokens from this position, with
+    log-probabilities at temperature 1 without filters, regardless of other fields. Engine sglang refuses it.
+    `score_top`: with `score_from`, this many likeliest tokens per position, as `extra["top_ids"]` and
+    `extra["top_logprobs"]`.
     """
 
     temperature: float = 1.0
@@ -128,16 +128,14 @@ def _unpack_chunk(
 class Generation:
     """The policy's response to one prompt, over all attempts of the request.
 
-    Attributes:
-        prompt_ids: [P] int32, what was asked.
-        token_ids: [T] int32, what was sampled.
+    Attributes: prompt_ids: [P] int32. token_ids: [T] int32, sampled.
         logprobs: [T] float32.
         segments: they tile `[0, T)`.
-        finish_reason: abort while the response is to be resumed from these tokens. What a client or a session returns
-            has ended.
-        interruptions: times that it was aborted by a publish or lost its replica, and was resumed.
-        cached_tokens: of the prompt, those that the first replica to finish an attempt found in its KV cache.
-        extra: further arrays by name, [T, ...] each, see `TOKEN_ARRAYS`; only those that all chunks had.
+        finish_reason: abort: the response will be resumed from these tokens; never in the result of a client or
+            session.
+        interruptions: times that the response was resumed after an abort by a publish or the loss of its replica.
+        cached_tokens: prompt tokens in the KV cache of the first replica to finish an attempt.
+        extra: further arrays by name, [T, ...] each, see `TOKEN_ARRAYS`; only arrays of all chunks.
 
     A checkpoint keeps neither `interruptions` nor `cached_tokens`.
     """
@@ -154,10 +152,9 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """`running` decode now, `waiting` are queued; `busy_s` is the time spent with at least one running request;
-    `generated_tokens` counts since start, and so does `preemptions`: requests that the engine took out of its KV cache
-    to make room, and computes again; and `decode_steps`: passes of the model that sampled. None: the engine does not
-    say."""
+    """Requests `running` (decoding) and `waiting` (queued); `busy_s`: time with a running request. Counts since the
+    start: `generated_tokens`; `preemptions`, requests evicted from the KV cache and computed again; `decode_steps`,
+    model passes that sampled. None: not reported by the engine."""
 
     alive: bool
     running: int
@@ -172,10 +169,10 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """`health` of the engine; `paused_s`: time the gate was closed by publishes; `cpu_s`: of this process and
-    those below it; `node`: address of its machine, where it is known. `asleep_s`: time that the engine slept;
-    `waking_s`: time that it took to take its memory back; `external_tokens`: sampled since its start for requests from
-    outside the run. `must_leave`: its process was asked to end (SIGTERM), and will be killed soon."""
+    """`health` of the engine; `paused_s`: time that publishes closed the gate; `cpu_s`: of this process and its
+    children; `node`: address of its machine, if known. `asleep_s`: time that the engine slept; `waking_s`: time to
+    regain its memory; `external_tokens`: sampled since the start for external clients. `must_leave`: the process got
+    SIGTERM and will be killed soon."""
 
     replica_id: int
     pid: int

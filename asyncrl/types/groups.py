@@ -1,6 +1,6 @@
-"""Prompt groups between rollouter, message queue and trainer: tickets, what is running, counts and leases.
+"""Prompt groups between rollouter, message queue and trainer: tickets, partial groups, counts and leases.
 
-Records that travel by the hundred say in `__reduce__` how, as those of `types.trajectories` do.
+Frequent records have a fast `__reduce__`, see `types.trajectories`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.types.trajectories import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to generate one group: `(ordinal, attempt)` names it, `version` is the one published at admission."""
+    """The right to generate group `(ordinal, attempt)`; `version` is the published version at admission."""
 
     ordinal: int
     attempt: int
@@ -25,8 +25,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialTrajectory:
-    """A trajectory that was being generated: `done` when it was complete, else its calls in order, the last one perhaps
-    unfinished. Replaying them to the environment brings it to the state that it had."""
+    """A trajectory in progress: `done` if complete, else its calls in order, the last possibly unfinished. Replaying
+    the calls restores the environment's state."""
 
     calls: tuple[Generation, ...] = ()
     done: Trajectory | None = None
@@ -34,9 +34,9 @@ class PartialTrajectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialGroup:
-    """What a checkpoint keeps of a running group: one entry per trajectory, in their order.
+    """A running group in a checkpoint: one entry per trajectory, in order.
 
-    `ticket` is the one under which the tokens were sampled; its version bounds theirs from below.
+    `ticket`: the tokens were sampled under it; its version is a lower bound of theirs.
     """
 
     ticket: Ticket
@@ -44,7 +44,7 @@ class PartialGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens that it holds."""
+        """Number of sampled tokens."""
         return sum(
             sum(len(s.response_ids) for s in t.done.sequences) if t.done else sum(len(c.token_ids) for c in t.calls)
             for t in self.trajectories
@@ -53,8 +53,7 @@ class PartialGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """Work for the rollout side: groups to generate (`tickets`), and tickets to cancel (`cancelled`), whose groups have
-    ended.
+    """Work for the rollout side: groups to generate (`tickets`), and tickets of ended groups to cancel (`cancelled`).
 
     `partials`: restored tokens of groups among `tickets`, with their present ticket; the other groups start empty.
     """
@@ -75,8 +74,8 @@ class Lengths(NamedTuple):
         return Lengths, tuple(self)
 
     def fits(self, sequence: Trajectory) -> bool:
-        """True where these are the lengths of the sequence. Masks of one sequence are within each other: one that
-        leaves as many tokens is the same."""
+        """True if these are the lengths of the sequence. Masks of a sequence are nested, so equal counts mean equal
+        masks."""
         own = len(sequence.prompt_ids), len(sequence.response_ids), sequence.num_trained_tokens
         return own == (self.prompt, self.response, self.trained)
 
@@ -86,8 +85,8 @@ class Lengths(NamedTuple):
 
 
 class TokenLag(NamedTuple):
-    """`tokens` of one trajectory, its branches included, that will be trained with this lag, in optimizer steps at the
-    leasing step. `in_flight`: the part that arose before the group was put."""
+    """`tokens` of one trajectory, branches included, will be trained with this lag (optimizer steps, at the leasing
+    step). `in_flight`: the part of the lag from before the group was put."""
 
     trajectory: int
     lag: int
@@ -106,9 +105,8 @@ class GroupSummary:
     `lags` has every token of the group that will be trained. `masked_tokens` were sampled by the policy and are not
     trained because they are over the limit. `interrupted` trajectories have tokens of more than one version;
     `version_span` is newest minus oldest version, summed over the trajectories. `continued_tokens` will be trained and
-    were sampled by the same replica, in the same run of tokens, as others of an older version before them. `truncated`
-    trajectories were cut off at their token limit. `reward_parts`: the mean of each, over the trajectories that have
-    it.
+    follow tokens of an older version in the same unbroken run of one replica. `truncated` trajectories were cut off at
+    their token limit. `reward_parts`: the mean of each, over the trajectories that have it.
     """
 
     ordinal: int
@@ -135,7 +133,7 @@ class GroupSummary:
 
     @property
     def lag_max(self) -> int:
-        """0 where no token will be trained."""
+        """0 if no token will be trained."""
         return max((part.lag for part in self.lags), default=0)
 
     @property
@@ -149,7 +147,7 @@ class GroupSummary:
 
 @dataclass(frozen=True, slots=True)
 class LeaseManifest:
-    """The groups that step `step` trains, oldest deadline first. `overdue_wait_s`: time spent on mandatory ones."""
+    """The groups that step `step` trains, oldest deadline first. `overdue_wait_s`: time waited for mandatory groups."""
 
     step: int
     groups: tuple[GroupSummary, ...]
@@ -198,8 +196,8 @@ class EndShares:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The queue after a commit: `counts` and `shares` before anything else is leased. `lease`: the groups of the step
-    after it, where it was asked for and they were ready."""
+    """The queue after a commit: `counts` and `shares` before the next lease. `lease`: the next step's groups, if
+    requested and ready."""
 
     counts: LedgerCounts = LedgerCounts()
     shares: EndShares = EndShares()
@@ -208,10 +206,10 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """`groups`: being generated; `replicas`: that requests are sent to; `rows`: usable training prompts; `cpu_s`: of
-    this process, `workers_cpu_s`: of those that it has started. Since its start: `reprefilled_tokens` of prompts and
-    responses were sent again because a request was interrupted; `cancelled_groups` were cancelled because the queue had
-    ended them; `replica_s` are seconds of all replicas together by cause, as `rollout.replica_time` has them."""
+    """`groups` in progress; `replicas` that get requests; `rows`: usable training prompts; `cpu_s`: of this process,
+    `workers_cpu_s`: of its child processes. Since the start: `reprefilled_tokens`, sent again after interruptions;
+    `cancelled_groups`, ended by the queue; `replica_s`, seconds summed over replicas by cause
+    (`rollout.replica_time`)."""
 
     pid: int
     groups: int

@@ -1,4 +1,4 @@
-"""What the off-policy guard remembers between two steps, and what it does."""
+"""The state of the off-policy guard between steps, and its actions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 from asyncrl.ranges import Whole
 
 GuardAction = Literal["tightened", "raised", "stopped", "eased", "relaxed", "resumed"]
-"""tightened: the limit on the lag is lower. raised: the bounds of the corrections are closer. stopped: the run ends.
-eased, relaxed: the opposite of raised and of tightened. resumed: a resumed run begins with what the checkpoint says."""
+"""tightened: a lower limit on the lag. raised: closer bounds of the corrections. stopped: the run ends. eased, relaxed:
+undo raised, tightened. resumed: a resumed run starts from the checkpoint's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class GuardState:
 
     Attributes:
         limit: limit on the lag, in optimizer steps; at most `staleness.max_lag`.
-        is_raised: the bounds of the corrections are closer than the recipe says.
+        is_raised: the bounds of the corrections are closer than in the recipe.
         sick_steps: steps too far off-policy since the last healthy one, or since the last action.
         healthy_steps: healthy steps in a row since the last action.
-        is_trial: the last action was a relaxation, which has not proved itself yet.
+        is_trial: the last action was a relaxation, not yet confirmed by healthy steps.
         failed_trials: relaxations that had to be undone; each doubles the patience before the next.
     """
 
@@ -34,21 +34,21 @@ class GuardState:
     failed_trials: Whole = 0
 
 
-# Lag in buckets, for metrics: how many tokens and groups are how stale.
+# Buckets of lags, for metrics.
 
 
 LAST_OF_BUCKET = (0, 1, 2, 3, 4, 8, 16)
-"""The largest lag of each bucket, in optimizer steps; one more bucket holds what is over."""
+"""The largest lag of each bucket, in optimizer steps; one more bucket holds larger lags."""
 
 LAG_BUCKETS = ("0", "1", "2", "3", "4", "5-8", "9-16", "17+")
 """The names of the buckets, by rising lag."""
 
 
 def lag_bucket(lag: int) -> int:
-    """The place of its bucket in `LAG_BUCKETS`."""
+    """Index of the lag's bucket in `LAG_BUCKETS`."""
     return bisect_left(LAST_OF_BUCKET, lag)
 
 
 def lag_buckets_to(max_lag: int) -> tuple[str, ...]:
-    """The buckets that a lag up to `max_lag` can be in."""
+    """The buckets of lags up to `max_lag`."""
     return LAG_BUCKETS[: lag_bucket(max_lag) + 1]

@@ -38,8 +38,8 @@ class Metric(StrEnum):
 
     @property
     def reduction(self) -> Reduction:
-        """What stands for the metric over many steps: of a count since the start the last value, of a bound the largest,
-        else the mean."""
+        """How many steps are summarised: the last value of counts since the start, the largest of bounds, else the
+        mean."""
         counts = (Metric.STEP, Metric.TIME, Metric.REPREFILLED, Metric.SERVE_REFUSED, Metric.SERVE_RESTARTS)
         if self in counts or self.group in ("queue", "cpu", "sinks", "eval"):
             return "mean" if self in (Metric.FILTERED_SHARE, Metric.FAILED_SHARE) else "last"

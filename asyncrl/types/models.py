@@ -15,7 +15,7 @@ _LOGIT_TRANSFORMS = (
 )
 """Keys of models that change logits after the output layer (Gemma 2, RecurrentGemma, Cohere, Granite, Falcon-H1)."""
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""How Llama 3.1 and later scale rotary positions, beside the factor."""
+"""Scaling of rotary positions in Llama 3.1 and later, without the factor."""
 _OTHER_INPUTS = ("vision_config", "audio_config", "vit_config", "img_processor", "audio_processor", "mm_vision_tower")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -25,7 +25,7 @@ _RECURRENT = ("mamba_", "ssm_", "linear_conv_", "lru_", "state_size", "rescale_e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
-    """Sizes that layouts and plans depend on; None where the config does not say.
+    """Sizes for layouts and plans; None if the config lacks them.
 
     Attributes:
         head_dim: of one attention head; None: the width of the model over its heads.
@@ -51,7 +51,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The facts of `path`; those after `is_local` are empty where nothing was read.
+    """The facts of `path`; fields after `is_local` are empty if no config was read.
 
     Attributes:
         architecture: the class name, such as Qwen3ForCausalLM.
@@ -62,7 +62,7 @@ class ModelFacts:
         changed_attention: the same of attention: soft capping, sinks.
         other_inputs: keys of the parts that read images or sound.
         has_custom_code: the model's class comes with its files.
-        unusual: what few models of a known architecture change: another activation, biases, scaled rotary positions.
+        unusual: rare variations of a known architecture: another activation, biases, scaled rotary positions.
         quantization: how the weights in the files are quantised, such as fp8 or awq; None: they are not.
     """
 
@@ -132,8 +132,8 @@ class ModelFacts:
 
 
 def expert_layers_of(text: Mapping[str, Any]) -> list[int]:
-    """Numbers of the layers with experts, of models that say it as Qwen does; all layers of a mixture otherwise.
-    `text`: the language model's part of config.json."""
+    """Numbers of the layers with experts, by Qwen's keys; all layers of other mixtures. `text`: the language model's
+    part of config.json."""
     dense, step = set(text.get("mlp_only_layers") or ()), text.get("decoder_sparse_step") or 1
     layers = range(text.get("num_hidden_layers") or 0) if any(text.get(key) for key in _EXPERTS) else ()
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
@@ -158,7 +158,9 @@ def _unusual(text: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _kinds(text: Mapping[str, Any], *, slides: bool) -> Iterator[str]:
-    """The kinds of layers. Models of one kind name none; a window or the keys of recurrent layers tell them."""
+    """The kinds of layers. Configs of models with one kind do not name it; it follows from a window or keys of
+    recurrent layers."""
+    # Newer configs name each layer; the keys of recurrent layers differ per family.
     named = text.get("layer_types") or text.get("layers_block_type") or text.get("block_types")
     if named:
         yield from ("full_attention" if kind == "attention" else str(kind) for kind in named)

@@ -7,17 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 ReplicaState = Literal["starting", "newcomer", "serving", "held", "leased", "suspended", "leaving", "dead"]
-"""`inference.membership` defines the states and what leads from one to another."""
+"""The states; `driver.fleet.membership` defines the transitions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRow:
     """One replica.
 
-    `handle` makes calls to it. `version` is the policy version that it serves; None where all have the same.
-    `incarnation` changes whenever the replica drops its requests: with a new process, and with a reset. `detail` says
-    why it was suspended or replaced, until it serves again. `asleep`: its engine has given its memory back for the
-    trainer's turn; requests wait at its gate.
+    `handle` makes calls to it. `version`: the policy version that it serves; None if all have the same. `incarnation`
+    changes when the replica drops its requests (new process, reset). `detail`: why it was suspended or replaced, until
+    it serves again. `asleep`: its engine has released its memory for the trainer's turn; requests wait at its gate.
     """
 
     handle: Any
@@ -30,14 +29,13 @@ class ReplicaRow:
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
-    """How many replicas a run has and wants.
+    """The present and the wanted replicas of a run.
 
-    Attributes:
-        target: the number that it wants.
+    Attributes: target: the wanted number.
         least: replicas whose places are reserved for the whole run.
-        most: the largest target that it takes; None: any.
-        states: of the replicas that it has, by id.
-        waiting: ids of replicas that no node has room for yet -> what was found at the last look; empty before it.
+        most: the largest target; None: any.
+        states: of the present replicas, by id.
+        waiting: id of a replica without a place -> the finding of the last attempt; empty before it.
     """
 
     target: int
@@ -48,15 +46,15 @@ class FleetReport:
 
     @property
     def is_reached(self) -> bool:
-        """True when as many replicas serve as the run wants, and no other is there."""
+        """True if exactly the wanted number of replicas serves and there are no others."""
         up = [state for state in self.states.values() if state in ("serving", "held", "leased")]
         return len(up) == len(self.states) == self.target
 
 
 @dataclass(frozen=True, slots=True)
 class RunServerStats:
-    """The server of a run. `address`: its URL without /v1; requests of clients whose answer has begun (`running`), that
-    have no token yet (`waiting`), and that were sent away for later since its start (`refused`)."""
+    """The server of a run. `address`: its URL without /v1; clients' requests with a token (`running`), without one
+    (`waiting`), and refused with 429 or 503 since its start (`refused`)."""
 
     address: str
     running: int
@@ -66,8 +64,8 @@ class RunServerStats:
 
 @dataclass(frozen=True, slots=True)
 class RunServerReport:
-    """The servers of a run so far. `up`: one answers now, and has `running` and `waiting`; `refused` and `restarts`
-    count over all of them."""
+    """The servers of a run so far. `up`: one answers now, with `running` and `waiting`; `refused` and `restarts` count
+    over all."""
 
     up: bool
     running: int
@@ -78,7 +76,7 @@ class RunServerReport:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTable:
-    """Every replica by id. `generation` grows with each change: of two tables the later one counts."""
+    """Every replica by id. `generation` grows with each change; the larger one wins."""
 
     generation: int = 0
     rows: Mapping[int, ReplicaRow] = field(default_factory=dict)
@@ -92,7 +90,7 @@ class ReplicaTable:
         return replace(self, rows={i: row for i, row in self.rows.items() if i in ids})
 
     def part(self, index: int, count: int) -> frozenset[int]:
-        """The replicas that the `index`-th of `count` rollouters works with: every `count`-th of them, or all while
-        none of these takes requests."""
+        """The replicas of the `index`-th of `count` rollouters: every `count`-th, or all while none of its own takes
+        requests."""
         own = frozenset(i for i in self.rows if i % count == index)
         return own if own & self.those("serving", "held").keys() else frozenset(self.rows)

@@ -31,7 +31,7 @@ class TrainSequence:
 
 Microbatch = tuple[TrainSequence, ...]
 TrajectoryKey = tuple[int, int]
-"""(ordinal, place in `TrajectoryGroup.sequences`): of a trajectory its index in the group."""
+"""(ordinal, index in `TrajectoryGroup.sequences`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,12 +48,12 @@ class RankPlan:
 
     @property
     def microbatches(self) -> tuple[Microbatch, ...]:
-        """Those of all updates, in order."""
+        """Of all updates, in order."""
         return tuple(microbatch for update in self.updates for microbatch in update)
 
     @property
     def keys(self) -> tuple[TrajectoryKey, ...]:
-        """Of its sequences, each once, ascending: what the ranks fetch."""
+        """Keys of its sequences, unique and ascending: the ranks fetch these."""
         return tuple(self.lengths)
 
     @property
@@ -65,13 +65,13 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainMetrics:
-    """Of one step, over all ranks; of several updates the mean, but for `trained_tokens` and `packed_tokens` (prompts
-    included), which are global counts, and `ratio_max`, the largest ratio of a trained token.
+    """Metrics of one step over all ranks: means over its updates, except the global counts `trained_tokens` and
+    `packed_tokens` (prompts included) and `ratio_max`, the largest ratio of a trained token.
 
-    `skipped_updates` had no trained token on any rank, and moved nothing.
+    `skipped_updates`: updates without a trained token on any rank, which changed nothing.
 
-    `loss` is the objective; `means` are means over the trained tokens, by `Metric`: those of the objective
-    and of the algorithm's parts, and those of the tokens of one lag.
+    `loss` is the objective; `means` are means over the trained tokens, by `Metric`: of the objective, of the
+    algorithm's parts, and of the tokens per lag.
     """
 
     loss: float

@@ -2,8 +2,8 @@
 
 Shape letters: P prompt tokens, T response tokens (policy and environment together).
 
-The records that travel by the hundred between processes say in `__reduce__` how: arrays as plain bytes, fields by
-position. The default of a frozen dataclass looks its fields up one by one and costs several times as much.
+Records that are sent by the hundred define `__reduce__`: arrays as plain bytes, fields by position. The default of
+frozen dataclasses, which looks up each field, is several times slower.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TokenArray:
 
     Attributes:
         dims: names of the dimensions after the first, the same in all rows of a run.
-        least: of the entries of an integer array.
-        absent: the entries of a token that has none, such as one that an environment wrote; None: every token has some.
+        least: smallest entry of an integer array.
+        absent: entry of tokens without a value, e.g. of an environment; None: every token has one.
     """
 
     dtype: type[np.generic]
@@ -51,12 +51,12 @@ TOKEN_ARRAYS: Mapping[str, TokenArray] = MappingProxyType(
 )
 """The arrays that `extra` of a chunk, a generation or a trajectory may hold, one row per response token.
 
-teacher_logprobs: log-probability of the token under the teacher of `algorithm.distillation`, at temperature 1.
-top_ids, top_logprobs: at the token's place the k likeliest tokens under a model that scores, likeliest first, and their
-    log-probabilities at temperature 1; in a trajectory that model is the teacher.
-experts: what the routers of a mixture chose for the token before it, whose hidden state predicted it: k experts in each
-    layer that has them, in the order of the layers; -1 where nothing was recorded.
-kept_ids: the tokens that top-k and top-p kept where the token was sampled, itself among them, likeliest first; then -1.
+teacher_logprobs: log-probability of the token under the teacher of `algorithm.distillation`, at temperature 1. top_ids,
+top_logprobs: the k likeliest tokens at this position under the scoring model (in a trajectory, the teacher), likeliest
+first, with log-probabilities at temperature 1. experts: what the routers of a mixture chose for the token before it,
+whose hidden state predicted it: k experts in each layer that has them, in the order of the layers; -1 where nothing was
+recorded. kept_ids: the tokens that top-k and top-p kept where the token was sampled, itself among them, likeliest
+first; then -1.
 """
 
 
@@ -92,9 +92,9 @@ class Trajectory:
         reward: total reward; `reward_parts` its named components.
         extra: further arrays by name, [T, ...] each, see `TOKEN_ARRAYS`.
         started_s, finished_s: wall-clock seconds since the epoch.
-        branches: what else the attempt's policy wrote, beside this conversation. The prompt of each is its context: all
-            that came before its first token, be it rendered or sampled in another branch. So every sampled token is in
-            one response. A branch has no branches, reward or parts of its own.
+        branches: the policy's replies outside this conversation. A branch's prompt is its whole context, rendered or
+            sampled in another branch, so that every sampled token is in exactly one response. A branch has no branches,
+            reward or parts.
 
     Example: prompt of 3 tokens, 5 sampled tokens, a publish of version 8 after the second one:
         prompt_ids=[5, 6, 7], response_ids=[9, 9, 4, 4, 2], logprobs=[-.1, -.2, -.1, -.3, -.1], loss_mask=[True] * 5,
@@ -127,7 +127,7 @@ class Trajectory:
         return _unpack_trajectory, (arrays, (*rest, *times), packed_extra(self.extra), self.branches)
 
     def normalized(self) -> Trajectory:
-        """With arrays of the right dtype and plain numbers, whatever an environment or reward gave: itself, or a copy.
+        """Itself, or a copy with arrays of the right dtypes and plain numbers.
 
         Raises ValueError: something is not an array, or not a number, or `extra` has an unknown name.
         """
@@ -153,7 +153,7 @@ class Trajectory:
 
     @property
     def _is_normal(self) -> bool:
-        """True of what most environments return; False says nothing."""
+        """Fast check that is True for most trajectories; False is inconclusive."""
         arrays = self.prompt_ids, self.response_ids, self.logprobs, self.loss_mask
         return (
             all(type(array) is np.ndarray for array in arrays)
@@ -167,7 +167,7 @@ class Trajectory:
         )
 
     def validate(self) -> Trajectory:
-        """Returns self after checking the length relations. Raises ValueError naming the relation that fails."""
+        """Checks the length relations and returns self. Raises ValueError naming the failed relation."""
         n = len(self.response_ids)
         if len(self.prompt_ids) == 0:
             raise ValueError("prompt_ids is empty: a trajectory needs at least one prompt token")
@@ -191,13 +191,13 @@ class Trajectory:
         return self
 
     def untrained(self) -> Trajectory:
-        """A copy none of whose tokens is trained, those of its branches included."""
+        """A copy without trained tokens, branches included."""
         branches = tuple(branch.untrained() for branch in self.branches)
         return replace(self, loss_mask=np.zeros(len(self.response_ids), np.bool_), branches=branches)
 
     @property
     def sequences(self) -> tuple[Trajectory, ...]:
-        """What the trainer computes one by one: the trajectory itself, then its branches."""
+        """The sequences that the trainer computes: the trajectory, then its branches."""
         return (self, *self.branches)
 
     @property
@@ -206,7 +206,7 @@ class Trajectory:
 
     @property
     def policy_ids(self) -> np.ndarray:
-        """[n] int32: what the policy wrote of the response, trained or not."""
+        """[n] int32: tokens of the response that the policy wrote, trained or not."""
         written = [self.response_ids[s.start : s.stop] for s in self.segments if s.kind == "policy"]
         return np.concatenate(written) if written else self.response_ids[:0]
 

@@ -37,8 +37,8 @@ class Bucket:
 
 
 Encoding = Literal["full", "lora", "delta"]
-"""What the tensors of a publish are (`weights/encodings`): the weights, adapters to add to the model's own, or the
-differences to the weights that were published before."""
+"""The tensors of a publish (`weights/encodings`): weights, adapters to add to the model's own files, or differences to
+the previous publish."""
 
 Digest = tuple[int, ...]
 """One unsigned 64-bit number per tensor, in the order of `Manifest.tensors`."""
@@ -46,17 +46,15 @@ Digest = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one publish sends. Built and checked by `weights.plan.make_manifest`; equal on both sides.
+    """The tensors and buckets of one publish; equal on both sides. Built and checked by `weights.plan.make_manifest`.
 
-    Attributes:
-        version: None leaves the replicas' version as it is.
+    Attributes: version: None keeps the replicas' version.
         verify: both sides compute the digest.
-        base_version: the version whose weights the tensors are added to; 0 are the model's own files. None with the
-            encodings full and delta.
+        base_version: the version that the tensors are added to; 0: the model's own files. None with encodings full and
+            delta.
         is_kept: receivers keep a copy of these weights, as the base of later publishes with encoding delta.
-        is_staged: receivers have the tensors beside the model that they serve until they are told to serve them.
-        base_digest: with encoding delta, of the weights that the tensors are differences to, each tensor digested
-            whole; else None.
+        is_staged: receivers hold the tensors in addition to the served model until told to load them.
+        base_digest: with encoding delta, of the base weights, each tensor digested whole; else None.
     """
 
     publish_id: int
@@ -77,11 +75,11 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class EncodedWeights:
-    """The trainer's weights as differences to those that it encoded before.
+    """The trainer's weights as differences to the previously encoded weights.
 
     Attributes:
         digest: of the weights, each tensor digested whole (`xxh3`).
-        base_digest: the same of the weights before; None: there are none, and `tensors` is empty.
+        base_digest: the same of the previous weights; None: no base, and `tensors` is empty.
         tensors: specs of the differences, one for each weight, in the same order.
     """
 
@@ -102,21 +100,21 @@ class EncodedWeights:
 
 
 DigestKind = Literal["xxh3", "words"]
-"""The function behind a digest (`weights/digest.py`): `xxh3` for bytes in the host's memory, `words` for a GPU's."""
+"""The digest function (`weights/digest.py`): `xxh3` for host memory, `words` for a GPU's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSource:
-    """What a receiver needs to join a sender. Each transport has one subclass below.
+    """The data that a receiver needs to join a sender; one subclass per transport below.
 
-    The subclasses stand here and not beside their senders: the driver passes them on, and it does not import torch.
+    The subclasses are here and not with their senders, because the driver passes them on and does not import torch.
 
     Attributes:
         endpoint: ZeroMQ endpoint of the sender's control channel (`control_channel.py`).
         receiver: this receiver's number in `[0, num_receivers)`.
         epoch: changes whenever the sender opens again.
         digest: the sender's choice, which receivers follow.
-        key: of the control channel; no log has it.
+        key: of the control channel; never logged.
     """
 
     endpoint: str
@@ -136,7 +134,7 @@ class IpcSource(TransferSource):
         path: the file in shared memory.
         host: the sender's machine.
         device_memory: what `Medium.describe` returned; "" without a ring in a GPU's memory.
-        proof: the last bytes of the ring in the GPU's memory; a receiver compares them with what it has mapped.
+        proof: the last bytes of the GPU ring; a receiver compares them with its mapping.
     """
 
     path: str
@@ -199,11 +197,10 @@ class SendingRank:
 class PublishReport:
     """Seconds of the whole publish and of its parts.
 
-    `pause_s` is the time that the fleet did not generate: of each transfer the time from pause to commit, times the
-    share of the replicas that it held up. A publish to all at once counts in full; a rolling one adds up to what one
-    replica was paused for, on average. `attempts`: transfers; above 1, or the number of waves, weights were sent again.
-    `replicas` serve the version; `nbytes` are those of the model, `sent_bytes` those that one transfer carried, on
-    average.
+    `pause_s`: sum over transfers of (time from pause to commit) * (share of the replicas paused). For a publish to all
+    replicas together this is the whole pause, for a rolling one the mean pause of a replica. `attempts`: transfers;
+    above 1, or the number of waves, weights were sent again. `replicas` serve the version. `nbytes`: of the model;
+    `sent_bytes`: per transfer, on average.
     """
 
     version: int | None

@@ -1,4 +1,4 @@
-"""Moves the bytes of a publish: bucket plan, digests and transports; `encodings/` says what the tensors are.
+"""Moves the bytes of a publish: bucket plan, digests and transports. `encodings/` defines the tensors.
 
 Runs in: sending trainer ranks, replica.
 """

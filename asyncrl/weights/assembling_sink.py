@@ -1,4 +1,4 @@
-"""A sink that hands whole tensors to an engine."""
+"""A sink that passes whole tensors to an engine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from asyncrl.types import TensorSpec
 
 
 class AssemblingSink:
-    """Collects slices into whole tensors and passes each on when it is complete. A `DirectSink`.
+    """Collects slices and passes each tensor on when complete. A `DirectSink`.
 
-    Every tensor lives in memory of its own that the callback may keep: an engine that reloads layer by layer holds
-    references until a layer is complete.
+    The callback may keep a tensor, which has its own memory: an engine that reloads layer by layer holds references
+    until a layer is complete.
     """
 
     def __init__(
         self, on_tensor: Callable[[str, torch.Tensor], None], take: Callable[[TensorSpec], torch.Tensor] | None = None
     ) -> None:
-        """`take`: gives memory for a tensor on the CPU, [nbytes] uint8; None: each has new memory."""
+        """`take`: returns CPU memory for a tensor, [nbytes] uint8; None allocates it."""
         self._on_tensor = on_tensor
         self._take = take
         self._memory: dict[str, torch.Tensor] = {}
@@ -45,7 +45,7 @@ class AssemblingSink:
         self._advance(spec, nbytes)
 
     def _place(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """The place of these bytes in the memory of their tensor, which begins with its first slice."""
+        """The view for these bytes; allocates the tensor's memory at its first slice."""
         if spec.name not in self._memory:
             if self._take is not None and device.type == "cpu":
                 self._memory[spec.name] = self._take(spec)

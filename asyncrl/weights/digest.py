@@ -1,24 +1,21 @@
 """A position-sensitive 64-bit digest of tensor bytes, fast enough to run on every publish.
 
-Two functions, because no one function is fast everywhere. Sender and receivers must use the same; neither depends on
-the machine. Both end in the finaliser of splitmix64 over the hash of some bytes, their offset in the tensor and their
-number.
+Two functions, because neither is fast everywhere. Sender and receivers must use the same one; results do not depend on
+the machine. Both end in the finaliser of splitmix64 over (hash of the bytes, offset in the tensor, length).
 
-`xxh3`, for bytes in the host's memory: XXH3-64 runs at the speed of memory there. Blocks are hashed one by one and
-added up like slices, so that `copy_with_digest` can copy each while it is in the processor's cache.
+`xxh3`, for host memory: XXH3-64, at memory speed. Blocks are hashed separately and added like slices, so that
+`copy_with_digest` can copy each while it is in the CPU's cache.
 
 `words`, for tensors on a GPU: exact integer arithmetic in torch operations. Bytes are read as little-endian 64-bit
-words in rows of `_ROW_WORDS`. Every word is folded, `w ^ (w >>> 29)`, multiplied by the odd weight of its column, and
-the row is summed. Without the fold, words that differ only in high bits (signs, exponents) could change places unseen:
-the difference times the difference of two weights would vanish modulo 2**64. The shift is odd so that the sign bits of
-neighbouring elements do not cancel. Each row's sum passes a nonlinear mixer together with its row number, and the mixed
-rows are added. All of it is wrapping int64 arithmetic: exact, independent of the order of summation, and so the same on
-CPU and GPU.
+words in rows of `_ROW_WORDS`. With column weights c_j (odd): digest = sum over rows i of mix(i, sum_j c_j *
+fold(w_ij)), fold(w) = w ^ (w >>> 29). Without the fold, exchanged words that differ only in high bits (signs,
+exponents) would go undetected: (w - w') (c - c') vanishes modulo 2**64. The shift is odd so that the sign bits of
+neighbouring elements do not cancel. Wrapping int64 arithmetic is exact and independent of the order of summation, hence
+the same on CPU and GPU.
 
-They find errors of transport (flipped bits, exchanged words, rows or slices, wrong offsets, missing parts, stale
-data); they are no defence against somebody who builds collisions on purpose. Source: XXH3 (Collet, xxHash 0.8);
-multilinear hashing (Lemire and Kaser, arXiv:1202.4961) inside a row; the finaliser of splitmix64 (Steele, Lea, Flood
-2014) over rows and slices.
+The digests detect transport errors (flipped bits, exchanged words, rows or slices, wrong offsets, missing parts, stale
+data), not deliberate collisions. Source: XXH3 (Collet, xxHash 0.8); multilinear hashing (Lemire and Kaser,
+arXiv:1202.4961) inside a row; the finaliser of splitmix64 (Steele, Lea, Flood 2014) over rows and slices.
 """
 
 from __future__ import annotations
@@ -40,28 +37,28 @@ _ROW_WORDS = 4096
 _CHUNK_ROWS = 64
 """Rows per pass: 2 MiB, so that the scratch of a large slice stays in the last-level cache."""
 _BLOCK_BYTES = 512 << 10
-"""Hashed and then copied at a time: source and destination fit together into a core's second-level cache."""
+"""Bytes hashed and then copied at a time: source and destination fit together into a core's L2 cache."""
 
 
 def digest_for(device: torch.device | str) -> DigestKind:
-    """The function that is fast for tensors on `device`."""
+    """The faster function for tensors on `device`."""
     return "xxh3" if torch.device(device).type == "cpu" else "words"
 
 
 def make_scratch(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Working memory of `words`, [rows, words] int64, 2 MiB: kept by callers that digest many slices, because fresh
-    pages cost more than the arithmetic. Not to be shared between threads."""
+    """Working memory of `words`, [rows, words] int64, 2 MiB. Callers reuse it, because fresh pages cost more than the
+    arithmetic. Not thread-safe."""
     return torch.empty(_CHUNK_ROWS, _ROW_WORDS, dtype=torch.int64, device=device)
 
 
 def slice_digest(data: torch.Tensor, tensor_offset: int, kind: DigestKind, scratch: torch.Tensor | None = None) -> int:
     """The digest of one slice of a tensor, in `[0, 2**64)`.
 
-    The digest of a tensor is the sum of those of its slices modulo 2**64 (`combine`). It depends on how the tensor is
-    cut: compare only digests made over the same slices.
+    A tensor's digest is the sum of its slices' digests modulo 2**64 (`combine`). It depends on the cuts: compare only
+    digests over the same slices.
 
     Args:
-        data: [n] uint8, contiguous, on any device. `xxh3` fetches what is not in the host's memory.
+        data: [n] uint8, contiguous, on any device. `xxh3` copies device data to the host.
         tensor_offset: where the slice begins in its tensor, in bytes.
         scratch: for `words`, from `make_scratch` on the device of `data`; None allocates it.
     """
@@ -74,7 +71,7 @@ def slice_digest(data: torch.Tensor, tensor_offset: int, kind: DigestKind, scrat
 
 
 def copy_with_digest(out: torch.Tensor, data: torch.Tensor, tensor_offset: int) -> int:
-    """Copies `data`, [n] uint8 in the host's memory, into `out`, the same; returns the `xxh3` digest of `data`."""
+    """Copies `data` into `out`, both [n] uint8 in host memory; returns the `xxh3` digest of `data`."""
     return _xxh3(data.numpy(), tensor_offset, out.numpy())
 
 
@@ -84,12 +81,12 @@ def combine(digest: int, slice_value: int) -> int:
 
 
 def _placed(value: int, tensor_offset: int, size: int) -> int:
-    """Makes the hash of some bytes depend on where in the tensor they lie and how many they are."""
+    """Makes a hash depend on the offset and the length of its bytes."""
     return _mix(value + _mix(tensor_offset * _GOLDEN + size))
 
 
 def _xxh3(data: np.ndarray, tensor_offset: int, out: np.ndarray | None) -> int:
-    """The sum of the digests of the blocks of `data`; each is copied to `out` while it is in the cache."""
+    """The sum of the blocks' digests; copies each block to `out` while it is in the cache."""
     total = 0
     for start in range(0, data.size, _BLOCK_BYTES):
         block = data[start : start + _BLOCK_BYTES]
@@ -102,12 +99,14 @@ def _xxh3(data: np.ndarray, tensor_offset: int, out: np.ndarray | None) -> int:
 def _words(data: torch.Tensor, scratch: torch.Tensor) -> int:
     """The sum of the mixed rows, as a signed integer; `data` is not empty."""
     size = data.numel()
+    # A view as int64 needs 8-byte alignment.
     if data.storage_offset() % 8 or data.data_ptr() % 8:
         data = data.clone()
     body_bytes = size - size % (8 * _ROW_WORDS)
     body = data[:body_bytes].view(torch.int64).view(-1, _ROW_WORDS)
     row_sums = [_row_sums(chunk, scratch) for chunk in body.split(_CHUNK_ROWS)] if body_bytes else []
     if body_bytes < size:
+        # The tail is one shorter row, padded with zeros; `_placed` adds the length.
         tail = torch.nn.functional.pad(data[body_bytes:], (0, -size % 8))
         row_sums.append(_row_sums(tail.view(torch.int64).view(1, -1), scratch))
     return int(_mix_rows(torch.cat(row_sums)).sum().item())

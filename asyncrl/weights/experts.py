@@ -1,4 +1,4 @@
-"""Mixtures of experts: models hold the experts of a layer in one tensor, checkpoints have a tensor for each."""
+"""Mixtures of experts: a model fuses the experts of a layer into one tensor, a checkpoint has a tensor per expert."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ if TYPE_CHECKING:
     import torch
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
-"""Whose experts lie as `unfused` takes them."""
+"""Model types whose experts are laid out as `unfused` expects."""
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def routers_of(model: Any) -> list[Any]:
-    """The routers of a Hugging Face mixture of `MODEL_TYPES`, in the order of its layers; none of another model. A
-    router returns logits [tokens, E], the weights of the chosen experts [tokens, k] and these experts [tokens, k]
-    int64."""
+    """The routers of a Hugging Face model in layer order; empty unless its type is in `MODEL_TYPES`. A router returns
+    logits [tokens, E], weights of the chosen experts [tokens, k], and their indices [tokens, k] int64."""
     if model.config.model_type not in MODEL_TYPES:
         return []
     return [layer.mlp.gate for layer in model.base_model.layers if hasattr(layer.mlp, "experts")]
 
 
 def unfused(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the checkpoint, contiguous view of `tensor`) for each tensor that `name` of a model stands for: itself,
-    or one per expert and projection.
+    """(name in the checkpoint, contiguous view of `tensor`): one pair per expert and projection of a fused tensor, the
+    tensor itself otherwise.
 
-    Legend: E experts, I width of an expert, H width of the model. Fused are gate and up, [E, 2 I, H], and down,
-    [E, H, I].
+    Legend: E experts, I width of an expert, H width of the model. Fused tensors: gate and up [E, 2 I, H], down [E, H,
+    I].
     """
     if name.endswith(_GATE_UP):
         layer, width = name.removesuffix(".gate_up_proj"), tensor.shape[1] // 2
@@ -52,8 +51,8 @@ def is_fused(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FusedParts:
-    """The tensors of a checkpoint that make up one tensor of a model, in the order in which it holds them: the experts
-    in rows of one or two names, or one row of one name."""
+    """The checkpoint tensors that make up one model tensor, in its order. Fused: one row per expert, of one or two
+    names. Otherwise one row of one name."""
 
     rows: tuple[tuple[str, ...], ...]
     is_fused: bool
@@ -63,12 +62,12 @@ class FusedParts:
         return [name for row in self.rows for name in row]
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Of the tensor of the model. `shapes`: of the parts."""
+        """Shape of the model's tensor, given the shapes of the parts."""
         first = shapes[self.rows[0][0]]
         return (len(self.rows), first[0] * len(self.rows[0]), *first[1:]) if self.is_fused else first
 
     def joined(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The tensor of the model. `read`: gives a part by its name."""
+        """The model's tensor; `read` returns a part by name."""
         import torch
 
         if not self.is_fused:
@@ -77,7 +76,7 @@ class FusedParts:
 
 
 def fused_parts(names: Iterable[str]) -> dict[str, FusedParts]:
-    """Name in a model -> its parts among `names`, which are those of a checkpoint: the inverse of `unfused`."""
+    """Name in the model -> its parts among the checkpoint's `names`: the inverse of `unfused`."""
     found: dict[str, dict[int, dict[str, str]]] = {}
     whole: dict[str, FusedParts] = {}
     for name in names:
@@ -87,6 +86,7 @@ def fused_parts(names: Iterable[str]) -> dict[str, FusedParts]:
             found.setdefault(fused, {}).setdefault(int(expert), {})[part] = name
         else:
             whole[name] = FusedParts(((name,),), is_fused=False)
+    # Experts may come in any order (sharded checkpoints); the fused tensor has them by number.
     for fused, experts in found.items():
         rows = (
             tuple(row[part] for part in ("gate", "up", "down") if part in row) for _, row in sorted(experts.items())

@@ -1,6 +1,6 @@
-"""Lock files that show whether their owner is alive: the kernel drops the lock however the owner ends.
+"""Lock files that show whether their owner is alive: the kernel drops the lock however the owner exits.
 
-The next owner, or the run's janitor, finds what a killed owner left behind by its free lock, and removes it.
+A free lock marks leftovers of a killed owner; the next owner or the run's janitor removes them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SEGMENT = "asyncrl-weights-", ".seg"
 
 
 def create_locked(directory: Path, prefix: str, suffix: str) -> tuple[int, Path]:
-    """A new file `<prefix><pid>-<random><suffix>` that this process holds the lock of: the open descriptor, the path.
+    """Creates and locks `<prefix><pid>-<random><suffix>`; returns the open descriptor and the path.
 
-    Raises OSError: no such directory, no right to write, or a file system without locks.
+    Raises OSError: no such directory, no write permission, or a file system without locks.
     """
     while True:
         path = directory / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}{suffix}"
@@ -42,8 +42,8 @@ def create_locked(directory: Path, prefix: str, suffix: str) -> tuple[int, Path]
 
 
 def abandoned(directory: Path, prefix: str, suffix: str) -> Iterator[Path]:
-    """The files whose owner is dead. While one is yielded no other process gets it as abandoned; the caller removes it,
-    after what belongs to it."""
+    """Yields the lock files of dead owners, locked until the next iteration. The caller deletes the data first and the
+    lock file last."""
     ours = re.compile(re.escape(prefix) + r"\d+-[0-9a-f]{8}" + re.escape(suffix))
     for path in directory.glob(f"{prefix}*{suffix}"):
         if not ours.fullmatch(path.name):
@@ -51,7 +51,7 @@ def abandoned(directory: Path, prefix: str, suffix: str) -> Iterator[Path]:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except (FileNotFoundError, PermissionError):
-            continue  # removed meanwhile, or another user's
+            continue  # already removed, or another user's
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -63,13 +63,13 @@ def abandoned(directory: Path, prefix: str, suffix: str) -> Iterator[Path]:
 
 
 def publish_lock() -> tuple[str, str]:
-    """Prefix and suffix of the lock beside a sender's directory on disk. Locks of other machines may not be seen from
-    here, so the name has this one's."""
+    """Prefix and suffix of the lock of a sender's directory on disk. The prefix names this machine, because locks of
+    other machines may not be visible here."""
     return f"asyncrl-weights-{socket.gethostname()}-", ".lock"
 
 
 def remove_stale_segments() -> list[Path]:
-    """Removes what owners that died left in shared memory; returns the segments removed."""
+    """Removes the shared memory of dead senders; returns the removed segments."""
     removed = []
     for path in abandoned(SHARED_MEMORY, *SEGMENT):
         path.with_suffix(".sock").unlink(missing_ok=True)
@@ -80,10 +80,11 @@ def remove_stale_segments() -> list[Path]:
 
 
 def remove_stale_publishes(root: Path) -> list[Path]:
-    """Removes what owners on this machine that died left below `root`; returns the directories removed."""
+    """Removes the directories of this machine's dead senders below `root`; returns them."""
     removed = []
     for lock in abandoned(root, *publish_lock()):
         shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+        # The lock goes last: until then nobody else can claim the directory.
         lock.unlink(missing_ok=True)
         removed.append(lock.with_suffix(""))
         logger.info("removed what a dead weight sender left on disk: %s", lock.with_suffix(""))

@@ -11,14 +11,14 @@ from typing import TypeVar
 from asyncrl.errors import ConfigError, explain
 
 REACHABLE = "see that this machine reaches the store, and what its credentials allow"
-"""What to do about an error of the store."""
+"""Advice for errors of the store."""
 CHECK_S = 60.0
-"""Longest wait for a store to answer before a run."""
+"""Longest wait for a store's answer in `check_store`."""
 T = TypeVar("T")
 
 
 def is_url(directory: str) -> bool:
-    """True for a URL of object storage in place of a directory."""
+    """True for a URL of object storage, False for a directory."""
     return "://" in directory
 
 
@@ -46,7 +46,7 @@ class ObjectStore:
         return self._files.cat_file(f"{self._root}/{name}")
 
     def remove(self, name: str) -> None:
-        """All objects below `name`, if there are any."""
+        """Removes all objects below `name`, if any."""
         path = f"{self._root}/{name}"
         self._files.invalidate_cache()
         if self._files.exists(path):
@@ -54,7 +54,7 @@ class ObjectStore:
 
 
 def check_store(url: str) -> None:
-    """Raises ConfigError: an object cannot be written below this URL, read and deleted again."""
+    """Raises ConfigError: an object cannot be written, read and deleted below this URL."""
     store, name, data = ObjectStore(url), f"asyncrl-probe-{secrets.token_hex(8)}", secrets.token_bytes(16)
     asked = f"weights.disk_directory={url}"
 
@@ -76,7 +76,7 @@ def check_store(url: str) -> None:
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Does it in a thread that nobody waits for at the end of the process: a store may never answer."""
+    """Runs `work` in a daemon thread, so that a store that never answers cannot block the process's exit."""
     done: Future[T] = Future()
 
     def run() -> None:

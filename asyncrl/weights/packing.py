@@ -28,8 +28,8 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def separate(buckets: Sequence[Bucket], min_bytes: int) -> tuple[Bucket, ...]:
-    """The same slices in the same order, renumbered: each of at least `min_bytes` has a bucket of its own, which
-    needs no packing; those between two such stay together."""
+    """The same slices in the same order: a slice of at least `min_bytes` gets its own bucket, which needs no packing;
+    runs of smaller slices share one."""
     separated: list[Bucket] = []
 
     def seal(slices: list[TensorSlice]) -> None:
@@ -82,7 +82,7 @@ class Digester:
 
 
 class Packer:
-    """Walks the weights of one publish and fills its buckets; holds one tensor at a time.
+    """Fills the buckets of one publish from its weights; holds one tensor at a time.
 
     Raises (every method) WeightTransferError: a tensor is missing, extra, out of order or of another shape or dtype.
     """
@@ -99,20 +99,20 @@ class Packer:
         self._end = (last.tensor, last.offset + last.nbytes)
 
     def moves_on(self, bucket: Bucket) -> bool:
-        """True when filling `bucket` takes the next tensor, and thereby frees or overwrites this one."""
+        """True if filling `bucket` advances to the next tensor, which frees or overwrites the current one."""
         last = bucket.slices[-1]
         return last.tensor > self._current or (last.tensor, last.offset + last.nbytes) == self._end
 
     def device_of(self, bucket: Bucket) -> torch.device:
-        """Where the first tensor of the next bucket is."""
+        """Device of the first tensor of the next bucket."""
         self._take(bucket.slices[0].tensor)
         return self._data.device
 
     def view(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
-        """[bucket.nbytes] uint8: the tensor's own memory, so that nothing is copied; None when `pack` is needed.
+        """[bucket.nbytes] uint8: a view of the tensor's memory; None if `pack` is needed.
 
-        What is sent from there must be sent before the packer `moves_on`. The last bucket is always packed: it leaves
-        only when no further tensor is known to come.
+        Finish sending the view before the packer `moves_on`. The last bucket is always packed: it is sent only once no
+        further tensor is known to come.
         """
         piece = bucket.slices[0]
         if len(bucket.slices) != 1 or (piece.tensor, piece.offset + piece.nbytes) == self._end:
@@ -125,8 +125,8 @@ class Packer:
         return data
 
     def pack(self, bucket: Bucket, out: torch.Tensor) -> None:
-        """Fills `out`, [>= bucket.nbytes] uint8. The last bucket also proves that no weight is left over, so that an
-        extra tensor is known before receivers have everything."""
+        """Fills `out`, [>= bucket.nbytes] uint8. The last bucket also checks that no weight is left over, before
+        receivers have everything."""
         for piece in bucket.slices:
             self._take(piece.tensor)
             data = self._data[piece.offset : piece.offset + piece.nbytes]
@@ -170,9 +170,9 @@ class Packer:
 
 
 class Unpacker:
-    """Hands the slices of received buckets to a sink, in manifest order, with empty tensors in their places.
+    """Passes the slices of received buckets to a sink, in manifest order, including empty tensors.
 
-    Every bucket is given either to `unpack` or, after `destination`, to `landed`.
+    Every bucket goes either to `unpack` or, after `destination`, to `landed`.
     """
 
     def __init__(self, manifest: Manifest, sink: WeightSink, digest: DigestKind = "xxh3") -> None:
@@ -183,22 +183,22 @@ class Unpacker:
         self._digester = Digester(manifest, digest)
 
     def unpack(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """`data`: [>= bucket.nbytes] uint8. Raises what the sink raises."""
+        """`data`: [>= bucket.nbytes] uint8. Raises the sink's errors."""
         for piece in bucket.slices:
             self._write_empty_tensors(piece.tensor)
             self._write(piece, data[piece.bucket_offset : piece.bucket_offset + piece.nbytes])
             self._next_tensor = piece.tensor + 1
 
     def destination(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
-        """[bucket.nbytes] uint8: the sink's memory, into which the bucket may be received; None if it has to be
-        unpacked. May run ahead of `unpack` and `landed`. Raises what the sink raises."""
+        """[bucket.nbytes] uint8: the sink's memory to receive the bucket into; None if it must be unpacked. May run
+        ahead of `unpack` and `landed`. Raises the sink's errors."""
         if len(bucket.slices) != 1 or self._direct is None:
             return None
         piece = bucket.slices[0]
         return self._direct.destination(self._manifest.tensors[piece.tensor], piece.offset, piece.nbytes, device)
 
     def landed(self, bucket: Bucket, place: torch.Tensor) -> None:
-        """The bucket is in `place`, which `destination` returned for it. Raises what the sink raises."""
+        """The bucket is complete in `place`, from `destination`. Raises the sink's errors."""
         assert self._direct is not None, "a sink without memory of its own has no destination"
         piece = bucket.slices[0]
         self._write_empty_tensors(piece.tensor)
@@ -207,7 +207,7 @@ class Unpacker:
         self._next_tensor = piece.tensor + 1
 
     def _write(self, piece: TensorSlice, data: torch.Tensor) -> None:
-        """Writes one slice. A digest and a copy into the memory of a `DirectSink` are done in one pass."""
+        """Writes one slice; digests it and copies it to a `DirectSink` in one pass."""
         spec, place = self._manifest.tensors[piece.tensor], None
         if self._digester.enabled and self._direct is not None:
             place = self._direct.destination(spec, piece.offset, piece.nbytes, data.device)

@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies to and from at the speed of the bus, beside other work.
+"""Pinned host memory: a GPU copies to and from it asynchronously, at the speed of the bus.
 
 torch's own allocator of pinned memory rounds each request up to a power of two: the shards of a model would take up to
 twice their size.
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class _Pages(mmap.mmap):
-    """Memory of this process, pinned until the last tensor in it is gone."""
+    """Memory that is pinned until its last tensor is gone."""
 
     pinned_at = 0
 
     def __del__(self) -> None:
         if self.pinned_at:
-            with suppress(Exception):  # the interpreter ends, and CUDA may have gone before
+            with suppress(Exception):  # CUDA may be unloaded at interpreter exit
                 _cuda().cudaHostUnregister(self.pinned_at)
 
 
@@ -42,13 +42,13 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
 
 
 def pin(data: torch.Tensor, device: torch.device) -> bool:
-    """Pins memory that exists, [n] uint8, until `unpin`. False: the driver refused, and copies are slower."""
+    """Pins existing memory, [n] uint8, until `unpin`. False: the driver refused; copies are slower."""
     with torch.cuda.device(device):
         error = int(_cuda().cudaHostRegister(data.data_ptr(), data.numel(), 0))
         if error:
             logger.warning("%d bytes are not pinned: cudaHostRegister returned %d", data.numel(), error)
             with suppress(RuntimeError, AssertionError):
-                torch.zeros(1, device=device)  # CUDA tells the next kernel of that error, once
+                torch.zeros(1, device=device)  # CUDA reports the error once more, at the next kernel
     return not error
 
 

@@ -11,8 +11,8 @@ from asyncrl.types import Bucket, Digest, Encoding, Manifest, TensorSlice, Tenso
 from asyncrl.weights.encodings import BASE_VERSIONS, CHECKS
 
 ALIGNMENT = 16
-"""Every slice begins at a multiple of this many bytes of its bucket and of its tensor, so that it can be viewed in any
-dtype and moved with vector instructions."""
+"""Slices begin at multiples of this many bytes in bucket and tensor: they can be viewed in any dtype and moved with
+vector instructions."""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -49,9 +49,8 @@ def make_spec(name: str, shape: Sequence[int], dtype: str) -> TensorSpec:
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Buckets of at most `bucket_bytes` that hold every byte of every tensor exactly once, in tensor order.
 
-    A tensor that fits into one bucket is never cut: it opens a new bucket when the rest of the current one is too
-    small. A larger one is cut at multiples of 16 bytes and fills the buckets it crosses. Tensors without elements take
-    no bytes and appear in no slice.
+    A tensor that fits into one bucket is never cut; it opens a new bucket if the current one lacks room. Larger tensors
+    are cut at multiples of 16 bytes. Tensors without elements appear in no slice.
 
     Raises:
         ConfigError: `bucket_bytes` is below 16.
@@ -73,6 +72,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
         filled = 0
 
     for number, spec in enumerate(specs):
+        # A tensor that fits into one bucket is never cut.
         if filled and capacity - filled < spec.nbytes <= capacity:
             seal()
         offset = 0
@@ -98,7 +98,7 @@ def check_fits(manifest: Manifest, bucket_bytes: int) -> None:
 
 
 def part_manifests(manifest: Manifest, first_tensors: Sequence[int], bucket_bytes: int) -> tuple[Manifest, ...]:
-    """The parts of a publish that several ranks send, each with buckets of its own; both sides cut it the same way.
+    """One manifest per sending rank, with its own buckets; a pure function, so both sides agree.
 
     Args:
         first_tensors: number of each part's first tensor; 0 first, then not falling.

@@ -1,5 +1,5 @@
-"""The protocols of a weight transport. One sender, any number of receivers (replica workers). Where several trainer
-ranks send, each its part of the tensors, there is a sender for each (`transports/parts.py`).
+"""The protocols of a weight transport: one sender, any number of receivers (replica workers). If several trainer ranks
+send a part each, there is a sender per part (`transports.PartsReceiver`).
 
 A transport only moves buckets. `driver/publish/checkpoint_engine.py` decides when to pause, verify, retry and
 commit. The manifest travels with the calls to the replicas.
@@ -30,33 +30,33 @@ class WeightSink(Protocol):
 
 @runtime_checkable
 class DirectSink(WeightSink, Protocol):
-    """A sink into whose own memory a transport can receive, without a further copy.
+    """A sink whose memory a transport can receive into, without a copy.
 
-    A slice comes either by `write` or by `destination` and later `wrote`. `write` and `wrote` keep manifest order;
-    `destination` may run ahead of them, and bytes may land there, for the few buckets in transfer.
+    A slice arrives by `write`, or by `destination` and then `wrote`. `write` and `wrote` keep manifest order;
+    `destination` may run ahead by the few buckets in transfer.
     """
 
     def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
-        """[nbytes] uint8, contiguous, on `device`: where bytes `[offset, offset + nbytes)` of the tensor belong. None
-        if they cannot be received in place: they come by `write` then.
+        """[nbytes] uint8, contiguous, on `device`: the place of bytes `[offset, offset + nbytes)` of the tensor. None
+        if they cannot be received in place; they then arrive by `write`.
 
         Raises WeightTransferError: as `write`, so that nothing lands in a tensor that does not fit.
         """
         ...
 
     def wrote(self, spec: TensorSpec, offset: int, nbytes: int) -> None:
-        """All of these bytes are in the memory that `destination` returned for them. Raises as `write`."""
+        """The bytes are complete in the memory that `destination` returned. Raises as `write`."""
         ...
 
 
 class WeightSender(Protocol):
     def open(self) -> TransferSource:
-        """Creates the resources and returns what receivers need (with receiver=0: callers number the copies)."""
+        """Creates the resources; returns the source for receivers, with receiver=0 (callers number the copies)."""
         ...
 
     def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
-        """Sends every bucket to all receivers; returns when all have taken the last one. `weights` come in the
-        order of `manifest.tensors`. Returns this side's digest if `manifest.verify`.
+        """Sends every bucket to all receivers; returns once all have the last one. `weights` come in the order of
+        `manifest.tensors`. Returns this side's digest if `manifest.verify`.
 
         Raises WeightTransferError: a tensor is missing, extra or of another shape; a receiver reported an error.
         Raises DeadlineExceeded: a receiver did not answer in time; the message names it.

@@ -1,4 +1,4 @@
-"""Runs code of users (rewards, tools) in subprocesses, so that a call that hangs or crashes ends alone.
+"""Runs users' code (rewards, tools) in subprocesses, so that a call that hangs or crashes ends alone.
 
 Runs in: rollouter, reward and tool processes.
 

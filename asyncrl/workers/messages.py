@@ -1,5 +1,5 @@
-"""What a worker process and its owner send. A frame is its length in 4 bytes, little-endian, and a pickle; that of an
-answer has the seconds that it took, too."""
+"""Messages between a worker process and its owner. Frame: length (4 bytes, little-endian), then a pickle. An answer is
+(seconds it took, value)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ LENGTH = struct.Struct("<I")
 class WorkerSpec:
     """One kind of worker process.
 
-    name: in messages and as the process to blame, e.g. "reward process".
-    module: run with `python -m`; its main calls `worker_loop.serve`.
-    labels: further words on the command line, for people who look at the list of processes.
-    settings: handed to the builder in each process.
-    asked: the recipe keys that choose it, for messages.
-    answer: the type of every answer.
-    advice: what to do about a call that exceeds its deadline.
-    timeout_s: longest that one call may take; start_timeout_s: longest until a process is ready.
-    ahead: calls that a process may be sent at once, as long as they are quick.
+    name: names the process in messages and errors, e.g. "reward process". module: run with `python -m`; its main calls
+    `worker_loop.serve`. labels: further command-line words, for readers of `ps`. settings: argument of the builder in
+    each process. asked: the recipe keys behind it, for messages. answer: the type of every answer. advice: for the
+    message of a missed deadline. timeout_s: deadline of a call; start_timeout_s: of a process's start. ahead: largest
+    number of quick calls sent to a process together.
     """
 
     name: str
@@ -40,7 +36,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first frame: `path` is `sys.path` of the owner. Answered by None or `Raised`."""
+    """The first frame; `path` is the owner's `sys.path`. Answered by None or `Raised`."""
 
     path: tuple[str, ...]
     asked: str
@@ -49,7 +45,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """`error`: the pickled exception; None when it cannot be pickled, or may not pass on (SystemExit, say)."""
+    """`error`: the pickled exception; None if it cannot be pickled or must not propagate (SystemExit)."""
 
     error: bytes | None
     summary: str
@@ -57,6 +53,6 @@ class Raised:
 
 
 def packed(value: object) -> bytes:
-    """A frame. Raises whatever pickling the value raises."""
+    """A frame. Raises any error of pickling `value`."""
     body = pickle.dumps(value)
     return LENGTH.pack(len(body)) + body

@@ -1,8 +1,8 @@
-"""Ends worker processes and what they had started when the process that owns them is killed.
+"""Kills worker processes and their children when their owner is killed.
 
-`OrphanReaper` is the owner's side. The other side is this file run by its path: it imports nothing but the standard
-library, is no child of its owner (who may take its children along when it ends), and waits for the end of a pipe that
-the owner alone holds. Then it kills every process group that it was told to watch, and ends.
+`OrphanReaper` is the owner's side. The other side is this file, run by path: it imports only the standard library and
+detaches from its owner, whose end may kill its children. It reads a pipe that only the owner holds; at the end of the
+pipe it kills every watched process group and exits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LEAVE_S = 2.0
 
 
 class OrphanReaper:
-    """Kills the groups it watches when this process ends in whatever way."""
+    """Kills the watched groups however this process ends."""
 
     def __init__(self) -> None:
         self._launcher = subprocess.Popen(
@@ -38,7 +38,7 @@ class OrphanReaper:
         self._tell(f"-{group}\n")
 
     def close(self) -> None:
-        """Ends it; groups that it still watches are killed. Idempotent."""
+        """Ends the reaper; groups still watched are killed. Idempotent."""
         if not self._pipe.closed:
             self._pipe.close()
             self._launcher.wait(_LEAVE_S)
@@ -47,7 +47,7 @@ class OrphanReaper:
         try:
             os.write(self._pipe.fileno(), line.encode())
         except (OSError, ValueError):
-            pass  # it was killed, or closed: the groups still end when their owner ends them
+            pass  # killed or closed: the owner still ends its groups itself
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
         try:
             os.killpg(group, signal.SIGKILL)
         except OSError:
-            pass  # all of it has ended
+            pass  # the group has ended
 
 
 if __name__ == "__main__":

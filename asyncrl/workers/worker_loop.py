@@ -1,10 +1,10 @@
-"""The loop of a worker process; the standard library and this package alone.
+"""The loop of a worker process; imports only the standard library and this package.
 
 Consumes: frames on the original standard input: `Start`, then requests.
 Produces: one frame each on the original standard output: an answer or `Raised`.
-Waits for: the next request. Stops when: that pipe ends, or, on Linux at once, when the parent does.
+Waits for: the next request. Stops when: the pipe ends, or, on Linux immediately, when the parent does.
 
-What the called code prints goes to standard error; what it reads from standard input is empty.
+The called code's prints go to standard error; its standard input is empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_TRACE_CHARS = 8000
 
 
 def serve(build: Callable[[Any], Callable[[Any], object]]) -> None:
-    """Builds the function from the settings of the first frame, then answers each request with what it returns."""
+    """Builds the function from the settings of the first frame, then answers requests with it."""
     requests, answers = _take_pipes()
     die_with_parent()
     own = os.getpid()
@@ -43,13 +43,13 @@ def serve(build: Callable[[Any], Callable[[Any], object]]) -> None:
         except BaseException as error:  # noqa: BLE001 - boundary: whatever the code raised is the caller's to handle
             answer = packed((time.perf_counter() - began, _raised(error)))
         if os.getpid() != own:
-            os._exit(1)  # a child that the code forked and that came back here: the requests are not its own
+            os._exit(1)  # a fork by the called code returned here: the requests belong to its parent
         answers.write(answer)
         answers.flush()
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes to the parent, out of reach of what the code prints and of processes that it starts."""
+    """The pipes to the parent, moved away from descriptors 0 and 1, which prints and child processes use."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -77,7 +77,7 @@ def _raised(error: BaseException) -> Raised:
     if isinstance(error, Exception):
         try:
             pickled = pickle.dumps(error)
-        except Exception:  # noqa: BLE001 - any exception may come of pickling one that a user defined
+        except Exception:  # noqa: BLE001 - pickling runs code of the user
             pickled = None
     return Raised(pickled if pickled is not None and len(pickled) <= MAX_ERROR_BYTES else None, summary, trace)
 

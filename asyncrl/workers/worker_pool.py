@@ -1,4 +1,4 @@
-"""Runs calls of user code in worker processes, so that a call that hangs or crashes ends alone."""
+"""Calls user code in worker processes, so that a call that hangs or crashes ends alone."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from asyncrl.workers.worker_process import WorkerProcess, error_of
 logger = logging.getLogger(__name__)
 
 MAX_STARTS = 3
-"""Starts of a worker that may fail in a row while no other one serves."""
+"""Failed starts in a row, with no other worker alive, after which the pool gives up."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.2, 30.0
 _GRACE_S = 0.5
-"""Time for an idle worker to end by itself when the pool is closed."""
+"""Time for an idle worker to exit by itself when the pool closes."""
 _AHEAD_S = 0.01
-"""Calls that are sent ahead together take about this long, by what the last ones took."""
+"""Target duration of the calls sent ahead together, estimated from recent calls."""
 _WAKE_S = 0.001
-"""Calls that take no longer than this together are not divided among workers."""
+"""Calls that take less than this together go to one worker."""
 _GATHER_S = 0.005
-"""Quick calls go out so far apart at least, those that come meanwhile together: a write wakes a process, which costs
-this event loop more than all else about a short call."""
+"""Shortest time between two writes of quick calls; calls in between are sent together. A write wakes a process, the
+main cost of a short call for this event loop."""
 _SMOOTHING = 0.2
-"""Weight of the last call in what a call takes."""
+"""Weight of the newest call in the smoothed call time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,14 +46,14 @@ class WorkerPool:
     Consumes: `call`s.
     Produces: one answer or one error for each call.
     Waits for: a free worker, then its answer (`timeout_s`); a new worker until it is ready (`start_timeout_s`).
-    Unblocked by: an answer; the replacement of a worker that died or was killed.
-    Stops when: `close` is called, or no worker can be started any more; every call then raises ProcessDied.
+    Unblocked by: an answer; the replacement of a dead worker.
+    Stops when: `close` is called, or no worker can be started; every call then raises ProcessDied.
 
-    Counts: `answered` calls, workers `killed` at the deadline of a call, workers that `died` by themselves.
+    Counts: calls `answered`, workers `killed` at a call's deadline, workers that `died` by themselves.
 
-    A worker and the processes that it starts are one process group. The group is killed at a deadline, when the worker
-    dies, when the pool is closed, and when this process is killed. Processes in a session of their own are killed in
-    the first and third case; in the others the janitor kills them.
+    A worker and its children are one process group. The group is killed at a deadline, when the worker dies, when the
+    pool closes, and when this process is killed. Children in their own session are killed at a deadline and at `close`;
+    otherwise the janitor kills them.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -62,29 +62,29 @@ class WorkerPool:
         self._spec = spec
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._turn = asyncio.Lock()
-        """Of the worker that takes the next calls."""
+        """Held by the worker that takes the next calls."""
         self._sent_at = -math.inf
-        """When calls were last taken, by the monotonic clock."""
+        """Monotonic time of the last `_take`."""
         self._processes: set[WorkerProcess] = set()
         self._seats: set[asyncio.Task[None]] = set()
         self._reaper: OrphanReaper | None = None
         self._closed = False
         self._call_s = math.inf
-        """What a call takes, smoothed; it is not known before the first."""
+        """Smoothed seconds per call; infinite before the first."""
         self._refusal: str | None = f"the {spec.name}es have not been started"
         self._cause: BaseException | None = None
 
     @property
     def refuses(self) -> bool:
-        """True before the start, after `close`, and once no worker can be started any more."""
+        """True before the start, after `close`, and once no worker can be started."""
         return self._refusal is not None
 
     async def start(self) -> None:
         """Starts the workers.
 
         Raises:
-            ConfigError: what they should run cannot be built there.
-            ProcessDied, DeadlineExceeded: a worker ended, or was not ready in time.
+            ConfigError: the function cannot be built in a worker.
+            ProcessDied, DeadlineExceeded: a worker died, or was not ready in time.
         """
         self._reaper = OrphanReaper()
         starts = [asyncio.create_task(self._started()) for _ in range(self._spec.num_workers)]
@@ -106,20 +106,19 @@ class WorkerPool:
             seat.add_done_callback(self._seat_ended)
 
     async def call(self, request: object, asked: str) -> Any:
-        """The answer to a request. Calls are begun in order as workers get free.
+        """Sends a request and returns its answer. Calls begin in order as workers become free.
 
-        With n calls before it and w workers it begins after at most n / w + 1 times `timeout_s`, plus the starts that
-        fall in between. Where quick calls are sent ahead (`WorkerSpec.ahead`), those before it in its process may
-        take longer than such calls did, each at most its `timeout_s`; the first that misses it leaves the others to all
-        workers. When a caller is cancelled its call still runs, at most until its deadline.
+        With n calls before it and w workers, a call begins within (n / w + 1) * `timeout_s` plus restarts. Calls sent
+        ahead (`WorkerSpec.ahead`) wait for the calls before them in their process, each at most `timeout_s`; if one
+        misses its deadline, the rest go back to all workers. A cancelled caller's call still runs, until its deadline.
 
         Args:
             asked: names the call in messages.
         Raises:
-            DeadlineExceeded: it took longer than `timeout_s`; the worker was killed.
+            DeadlineExceeded: the call took longer than `timeout_s`; the worker was killed.
             ProcessDied: the call killed the worker, or the pool refuses calls (`refuses`).
-            Exception: what the called code raised, as its own type where that can be made here, else as RuntimeError;
-                with the traceback in the worker as a note.
+            Exception: raised by the called code; its own type if it can be unpickled here, else RuntimeError. The
+                worker's traceback is a note.
         """
         if self._refusal is not None:
             raise self._refused(asked)
@@ -128,7 +127,7 @@ class WorkerPool:
         return await answer
 
     async def close(self) -> None:
-        """Ends all workers within about 2 s; calls that wait raise ProcessDied. Idempotent."""
+        """Ends all workers within about 2 s; pending calls raise ProcessDied. Idempotent."""
         self._closed = True
         self._refuse(f"the {self._spec.name}es were ended", None)
         for seat in self._seats:
@@ -148,7 +147,7 @@ class WorkerPool:
         try:
             while current is not None:
                 await self._take(taken)
-                if not current.alive:  # it died while it was idle
+                if not current.alive:  # died while idle
                     self._give_back(taken)
                     await self._lost(current, "while it was idle")
                     current = await self._next()
@@ -159,7 +158,7 @@ class WorkerPool:
             self._give_back(taken)
 
     def _give_back(self, taken: deque[_Job]) -> None:
-        """Leaves calls that are not begun to whichever worker is free next: a replacement may never start."""
+        """Requeues calls that have not begun, for any worker: a replacement may never start."""
         while taken:
             job = taken.popleft()
             if self._refusal is None:
@@ -168,26 +167,28 @@ class WorkerPool:
                 _settle(job, self._refused(job.asked))
 
     async def _take(self, taken: deque[_Job]) -> None:
-        """The next call, and those that may be sent together with it while they are quick: a worker's share of them,
-        or as many as are done before another worker would have woken."""
+        """Takes the next call and, while calls are quick, more to send with it: a worker's share, or as many as finish
+        before another worker would wake."""
         async with self._turn:
             taken.append(await self._jobs.get())
             ahead = self._together(_AHEAD_S)
+            # Batch quick calls: wait for more unless some are queued already.
             wait_s = self._sent_at + _GATHER_S - time.monotonic()
             if ahead > 1 and wait_s > 0 and self._jobs.empty():
                 await asyncio.sleep(wait_s)
             self._sent_at = time.monotonic()
             waiting = self._jobs.qsize()
+            # Leave the other workers their share, unless the calls are too short to wake them.
             share = max(waiting // self._spec.num_workers, self._together(_WAKE_S) - 1)
             taken.extend(self._jobs.get_nowait() for _ in range(min(waiting, share, ahead - 1)))
 
     def _together(self, seconds: float) -> int:
-        """Calls that may be sent at once and take so long together, by what the last ones took; at least one."""
+        """Number of queued calls to send together, estimated from recent call times; at least one."""
         return max(1, min(self._spec.ahead, int(seconds / max(self._call_s, 1e-9))))
 
     async def _serve(self, taken: deque[_Job], process: WorkerProcess) -> bool:
-        """Settles the calls; False when one of them ended the process: those after it are still to be served."""
-        jobs = [job for job in taken if not job.answer.done()]  # the callers of the others were cancelled
+        """Settles the calls; False if one ended the process, leaving the calls after it in `taken`."""
+        jobs = [job for job in taken if not job.answer.done()]  # without the calls of cancelled callers
         taken.clear()
         taken.extend(jobs)
         for job, answer in zip(jobs, process.send([job.request for job in jobs]), strict=True):
@@ -198,9 +199,9 @@ class WorkerPool:
         return True
 
     async def _settle_one(self, job: _Job, sent: asyncio.Future[bytes], process: WorkerProcess) -> bool:
-        """Settles one call; False when it ended the process."""
+        """Settles one call; False if it ended the process."""
         spec = self._spec
-        outcome: object = self._refused(job.asked)  # unless it comes to more: the pool is closed
+        outcome: object = self._refused(job.asked)  # stands if `close` cancels this wait
         usable = False
         try:
             seconds, answer = await process.answer(sent, spec.timeout_s)
@@ -214,7 +215,7 @@ class WorkerPool:
                 raise EOFError("it sent what is no answer")
         except TimeoutError:
             self.killed += 1
-            self._call_s = max(self._call_s, spec.timeout_s)  # more of them may hang: each worker gets one
+            self._call_s = max(self._call_s, spec.timeout_s)  # more calls may hang: send them singly
             await self._end(process)
             found = f"no result within {spec.timeout_s:g} s; the process that computed it was killed"
             outcome = DeadlineExceeded(explain(job.asked, found, spec.advice)).of(Process(spec.name))
@@ -226,12 +227,13 @@ class WorkerPool:
         return usable
 
     async def _next(self) -> WorkerProcess | None:
-        """A new process in place of one that ended; None when none can be started any more, and calls are refused."""
+        """Starts a replacement; None if none can be started, and calls are refused."""
         failures = 0
         while self._refusal is None:
             try:
                 return await self._started()
             except AsyncRLError as error:
+                # Back off and retry; give up only if nothing else serves, so one bad start does not end the pool.
                 failures += 1
                 logger.warning("a %s could not be started: %s", self._spec.name, error)
                 if failures >= MAX_STARTS and not any(process.alive for process in self._processes):
@@ -267,7 +269,7 @@ class WorkerPool:
             self._refuse(f"the loop of a {self._spec.name} has ended: {error!r}", error)
 
     def _refuse(self, why: str, cause: BaseException | None) -> None:
-        """Fails the calls that wait and those to come."""
+        """Fails queued and later calls."""
         if self._refusal is None:
             self._refusal, self._cause = why, cause
         while not self._jobs.empty():

@@ -1,4 +1,4 @@
-"""One worker process, as its owner sees it."""
+"""The owner's side of one worker process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _REAP_S = 2.0
 
 
 class WorkerProcess:
-    """Leads a session and process group of its own. Whoever makes one must `end` it, whether it has started or not.
+    """Leads its own session and process group. The caller must `end` it, even if `start` failed.
 
-    Ending it also ends what it has started, except a daemon (it left both its parent and its group).
+    `end` also ends its children, except daemons (which left both parent and group).
     """
 
     def __init__(self, spec: WorkerSpec, reaper: OrphanReaper) -> None:
@@ -40,8 +40,8 @@ class WorkerProcess:
         self._exit_fd: int | None = None
         self._end: asyncio.Task[None] | None = None
         self._ready = False
-        # Started from the thread of the event loop: the kernel treats the end of the thread that started a process as
-        # the end of its parent.
+        # Start it from the event loop's thread: the kernel treats the end of the starting thread as the end of the
+        # parent.
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", spec.module, *spec.labels],
@@ -56,11 +56,11 @@ class WorkerProcess:
         reaper.watch(self.pid)
 
     async def start(self) -> None:
-        """Returns when the process is ready for requests.
+        """Returns once the process is ready for requests.
 
         Raises:
-            ConfigError: what it should run cannot be built there.
-            ProcessDied, DeadlineExceeded: it ended, or was not ready in time.
+            ConfigError: the function cannot be built there.
+            ProcessDied, DeadlineExceeded: it died, or was not ready in time.
         """
         spec = self._spec
         try:
@@ -84,24 +84,24 @@ class WorkerProcess:
 
     @property
     def alive(self) -> bool:
-        """True while it can be asked: it has started, and neither the event loop nor the system has seen it end."""
+        """True from `start` until the event loop or the system sees the process end."""
         return self._ready and not self._answers.ended and self._end is None and self._process.poll() is None
 
     def send(self, requests: Sequence[bytes]) -> list[asyncio.Future[bytes]]:
-        """Sends frames, after the answers to all former ones; returns what will hold their answers, in their order. It
-        works on one after the other."""
+        """Sends frames once all former ones are answered; returns futures of their answers, in order. The process works
+        on one at a time."""
         assert self._writer is not None
         answers = [self._answers.expect() for _ in requests]
         self._writer.write(b"".join(requests))
         return answers
 
     async def answer(self, answer: asyncio.Future[bytes], timeout_s: float) -> tuple[float, Any]:
-        """The next answer, and the seconds that the process worked on it.
+        """The answer, and the seconds that the process worked on it.
 
         Raises TimeoutError: no answer in time. EOFError: the process died, or sent something other than an answer.
         After either, call `end`.
         """
-        # An answer that has arrived when the deadline fires counts: the event loop was late.
+        # An answer that arrived before the timeout was handled counts: the event loop was late.
         if not answer.done():
             await asyncio.wait([answer], timeout=timeout_s)
         if not answer.done():
@@ -113,7 +113,7 @@ class WorkerProcess:
             raise EOFError("it sent what is no answer") from error
 
     def died(self, asked: str, found: str) -> ProcessDied:
-        """The error that says so; after `end`."""
+        """The error for its death; call after `end`."""
         code = self._process.returncode
         if code is None:
             how = "and cannot be killed"
@@ -125,8 +125,8 @@ class WorkerProcess:
         return ProcessDied(explain(asked, f"{found}: {how}", do)).of(Process(self._spec.name))
 
     async def end(self, grace_s: float = 0.0) -> None:
-        """Ends it and what it has started: by itself within `grace_s` seconds if it is idle, else it is killed.
-        Idempotent; goes on when its caller is cancelled."""
+        """Ends the process and its children: an idle one may exit within `grace_s` seconds, then it is killed.
+        Idempotent; continues if the caller is cancelled."""
         if self._end is None:
             self._end = asyncio.create_task(self._ending(grace_s), name=f"end of {self._spec.name} {self.pid}")
         await asyncio.shield(self._end)
@@ -151,11 +151,11 @@ class WorkerProcess:
             try:
                 self._exit_fd = os.pidfd_open(self.pid)
             except OSError:
-                return  # an old kernel: the end of the pipe shows the same, if no other process holds it
+                return  # old kernel: rely on the end of the pipe, which a child process may delay
             loop.add_reader(self._exit_fd, self._exited)
 
     def _exited(self) -> None:
-        """Called when the process has exited. A child that it forked may still hold its pipe open."""
+        """Called when the process has exited. A forked child may still hold its pipe open."""
         self._forget_exit()
         kill_group(self.pid)
 
@@ -167,7 +167,7 @@ class WorkerProcess:
 
 
 class _Answers(asyncio.Protocol):
-    """Puts the frames together that the process sends."""
+    """Assembles frames from the process's output."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -175,7 +175,7 @@ class _Answers(asyncio.Protocol):
         self._expected: deque[asyncio.Future[bytes]] = deque()
 
     def expect(self) -> asyncio.Future[bytes]:
-        """The next frame after those that are expected already; EOFError when the process has ended."""
+        """The future of the next frame not yet expected; EOFError if the process has ended."""
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._expected.append(answer)
         if self.ended:
@@ -205,7 +205,7 @@ class _Answers(asyncio.Protocol):
 
 
 def error_of(raised: Raised, process: str) -> Exception:
-    """The exception as its own type where it can be had here, with the traceback of the process as a note."""
+    """The exception in its own type if it can be unpickled, else RuntimeError; the process's traceback is a note."""
     error: Any = None
     try:
         error = pickle.loads(raised.error) if raised.error is not None else None
@@ -223,7 +223,7 @@ def _end_tree(process: subprocess.Popen[bytes], grace_s: float) -> bool:
         try:
             process.wait(grace_s)
         except subprocess.TimeoutExpired:
-            pass  # it works on a request, or has running threads
+            pass  # busy with a request, or has running threads
     return kill_tree(process, _REAP_S)
 
 

@@ -17,8 +17,7 @@ _DO = 'give extra_info.tests as {"inputs": [...], "outputs": [...]}, as a list o
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`given`: what the program reads, or the list of arguments that `function` is called with. `wanted`: the values of
-    which one must be printed or returned."""
+    """`given`: the program's input, or the arguments of `function`. `wanted`: the accepted outputs or return values."""
 
     given: Any
     wanted: tuple[Any, ...]
@@ -28,12 +27,13 @@ class Case:
 def tests_of(row: PromptRow) -> tuple[Case, ...] | Statements:
     """The tests in `extra_info.tests`, or in the ground truth.
 
-    Raises ValueError: they have none of the forms of docs/rewards.md, or no program could fail them.
+    Raises ValueError: not a form of docs/rewards.md, or no program could fail them.
     """
     extra = dict(row.extra)
     asked = f"the tests of {row.origin}"
     text = extra.get("tests", row.ground_truth)
     found = _loaded(_loaded(text))
+    # Statements may be one text or a list of lines; objects may be columns or records.
     if isinstance(found, list) and found and all(isinstance(line, str) for line in found):
         found = "\n".join(found)
     if isinstance(found, str) and found.strip():
@@ -57,7 +57,7 @@ def check_tests(row: PromptRow) -> None:
 
 
 def _loaded(value: Any) -> Any:
-    """JSON, as often a text in a text; what is none stays as it is."""
+    """Parses JSON, which may be nested in a text; other values are returned unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -89,10 +89,11 @@ def _case(test: Mapping[str, Any], metadata: Any, asked: str) -> Case:
     function = _text(test.get("fn_name")) or _func_name(test.get("metadata"))
     if kind in _CALLED and not (function := function or _func_name(metadata)):
         raise ValueError(explain(asked, f"{kind}, and no name of a function", "give fn_name, or func_name in metadata"))
+    # Without a function the program reads standard input, whatever its type says.
     if kind in _READS or not function:
         return Case(_lines(given), (_lines(wanted),), "")
     if isinstance(given, list):
-        is_wrapped = isinstance(wanted, list) and len(wanted) == 1  # some datasets put the value into a list of one
+        is_wrapped = isinstance(wanted, list) and len(wanted) == 1  # some datasets wrap the value in a list
         return Case(given, (wanted, wanted[0]) if is_wrapped else (wanted,), function)
     try:
         arguments = [json.loads(line) for line in given.split("\n") if line.strip()]
@@ -109,7 +110,7 @@ def _func_name(metadata: Any) -> str:
 
 
 def _lines(value: Any) -> str:
-    """Some datasets write a text as the list of its lines."""
+    """`value` as text; some datasets write a text as a list of lines."""
     return (
         "\n".join(map(str, value)) + "\n" if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
     )

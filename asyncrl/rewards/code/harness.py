@@ -1,7 +1,7 @@
 """Runs one program of the policy. The sandbox gets the text of this file, with a call of `main` at its end.
 
-The program is `__main__` when it reads input. When it is called or tested it is the module `program`, and what stands
-under its main guard does not run. Standard library alone, and little of it at the top: each run imports it.
+A program that reads input runs as `__main__`; one that is called or tested is the module `program`, without its main
+guard. Standard library only, and few imports at the top, since each run repeats them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 EXPORTING = ("collections", "math", "itertools", "functools", "heapq", "bisect", "typing", "string")
-"""A program may use these modules and what they export without an import; the first that exports a name provides it."""
+"""Modules whose exports a program may use without an import; the first that exports a name wins."""
 MODULES = (*EXPORTING, "re", "random", "datetime", "copy", "operator", "statistics", "json", "io", "os", "sys", "time")
 """Modules that a program and its tests may use without an import."""
 JUDGED = "__asyncrl_judged__"
@@ -44,19 +44,20 @@ def main(program: str, form: str) -> None:
 
 
 def load(program: str, name: str) -> dict[str, Any]:
-    """Runs the program as a module of this name. Returns the names that it made."""
+    """Runs the program as a module of this name; returns its namespace."""
     module = type(sys)(name)
     sys.modules[name] = module
     code = compile(program, "<program>", "exec", dont_inherit=True)
     if missing := free_names(program) - vars(builtins).keys():
-        # The program's own namespace holds only what the program made: a missing function is not one from math.
+        # Added to the builtins: the program's namespace must hold only its own names (a function `gcd` that it
+        # forgot is not math's).
         builtins.__dict__.update(usual(missing, EXPORTING))
     exec(code, vars(module))
     return vars(module)
 
 
 def free_names(source: str) -> set[str]:
-    """The global names that the source reads and does not bind. Raises SyntaxError."""
+    """The global names that the source reads but does not bind. Raises SyntaxError."""
     import symtable
 
     tables = [symtable.symtable(source, "program", "exec")]
@@ -71,7 +72,7 @@ def free_names(source: str) -> set[str]:
 
 
 def usual(missing: Iterable[str], exporting: Iterable[str] = ()) -> dict[str, Any]:
-    """Those of the missing names that are usual modules, or that one of `exporting` exports."""
+    """The missing names that are in `MODULES`, or exported by one of `exporting`."""
     found: dict[str, Any] = {name: __import__(name) for name in missing if name in MODULES}
     left = {name for name in missing if name not in found and not name.startswith("_")}
     for module in exporting:
@@ -91,13 +92,13 @@ def call(names: dict[str, Any], function: str, arguments: list[Any]) -> Any:
 
 
 def plain(value: Any) -> list[Any]:
-    """What JSON takes for it. Raises TypeError: no collection."""
+    """A collection as a list, for JSON. Raises TypeError: no collection."""
     len(value)
     return sorted(value) if isinstance(value, set | frozenset) else list(value)
 
 
 def test(names: dict[str, Any], kept: dict[str, Any], code: str, entry_point: str, wanted: list[str]) -> list[int]:
-    """Returns how many checks passed and how many failed; no check runs if the program made no `wanted` name.
+    """Returns [passed checks, failed checks]; none runs if the program defines no `wanted` name.
 
     Args:
         kept: the builtins from before the program ran.
@@ -107,7 +108,7 @@ def test(names: dict[str, Any], kept: dict[str, Any], code: str, entry_point: st
     import marshal
 
     given = {name: value for name, value in names.items() if not name.startswith("__")}
-    # `max = 0` hides no builtin from the tests; `def max` is a function that they may ask for.
+    # `max = 0` must not hide the builtin from the tests; `def max` may be what they test.
     given = {name: value for name, value in given.items() if name not in kept or callable(value)}
     if not given.keys() & set(wanted):
         return [0, 0]
@@ -120,7 +121,7 @@ def test(names: dict[str, Any], kept: dict[str, Any], code: str, entry_point: st
 
 
 class Tests:
-    """Runs tests in a namespace of their own, which inherits the names of the program as builtins."""
+    """Runs tests in their own namespace, with the program's names as builtins."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.passed = self.failed = 0
@@ -130,14 +131,14 @@ class Tests:
         self.own |= {"__builtins__": given, JUDGED: self.judged}
 
     def judged(self, value: object) -> bool:
-        """Counts a check. A failure counts also if the tests catch its exception."""
+        """Counts a check; a failure counts even if the tests catch its exception."""
         passed = bool(value)
         self.passed += passed
         self.failed += not passed
         return passed
 
     def run(self, code: CodeType, candidate: Any) -> None:
-        """Raises whatever a test raises that is not a unittest case."""
+        """Raises the errors of tests, except of unittest cases."""
         exec(code, self.own)
         if candidate is not None and callable(self.own.get("check")):
             finish(self.own["check"](candidate))
@@ -152,7 +153,7 @@ class Tests:
         unittest = sys.modules.get("unittest")
         if unittest is not None and issubclass(kind, unittest.TestCase):
             self._run_case(kind, unittest)
-        elif name.startswith("Test"):  # as pytest does: each test has an instance of its own
+        elif name.startswith("Test"):  # as pytest: a new instance per test
             hook(kind, "setup_class")
             for test_name in filter(lambda n: n.startswith("test"), dir(kind)):
                 instance = kind()
@@ -171,7 +172,7 @@ class Tests:
 
 
 def finish(value: Any) -> None:
-    """Awaits what an async test returned. Raises TypeError: a generator, of which nothing has run."""
+    """Awaits the result of an async test. Raises TypeError: a generator, which has not run."""
     from collections.abc import AsyncGenerator, Coroutine, Generator
 
     if isinstance(value, Coroutine):
@@ -183,16 +184,16 @@ def finish(value: Any) -> None:
 
 
 def finished(method: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """The method of a plain unittest.TestCase, which would not be awaited there."""
+    """A method of a plain unittest.TestCase, awaited; unittest itself would not."""
     return lambda self: finish(method(self))
 
 
 def hook(owner: Any, name: str, *arguments: Any) -> None:
-    """Calls a method of a test class, if it has it, with as many of the arguments as the method takes."""
+    """Calls an optional method of a test class with as many arguments as it takes."""
     if (found := getattr(owner, name, None)) is not None:
         finish(found(*arguments[: found.__code__.co_argcount - 1]))
 
 
 def takes_arguments(function: Callable[..., Any]) -> bool:
-    """Whether it is a helper of the tests: a test takes none."""
+    """True for helpers: tests take no arguments."""
     return isinstance(function, FunctionType) and function.__code__.co_argcount > len(function.__defaults__ or ())

@@ -38,10 +38,10 @@ class _Outcome:
 
 
 class CodeReward:
-    """1 when every test passes within `reward.code`, else 0: the first that fails ends it.
+    """1 if every test passes within the limits of `reward.code`, else 0; stops at the first failure.
 
-    Parts: `correct`; `answered` (there was a program); `passed`, the share of tests before the first that failed;
-    `out_of_limits` (it met a limit of time, memory, output, files or processes).
+    Parts: `correct`; `answered` (there was a program); `passed`, the share of tests before the first failure;
+    `out_of_limits` (a limit of time, memory, output, files or processes).
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -96,7 +96,7 @@ class CodeReward:
         return _Outcome(len(tests), len(tests))
 
     def _ask(self, program: str, form: _Asked, how: dict[str, Any], ends: float) -> tuple[SandboxResult, list[Any]]:
-        """How it ended, and the value that the harness reported; none if the program did not end well."""
+        """The result, and the value that the harness reported: empty if the program failed."""
         mark = secrets.token_hex(8)
         result = self._run(program, form, json.dumps({"mark": mark, "how": how}), ends)
         return result, reported(result.stdout, mark) if result.succeeded else []
@@ -105,7 +105,7 @@ class CodeReward:
         """Raises ProcessDied, OSError: the sandbox could not start it."""
         whole = f"{self._harness}\n\nmain({program!r}, {form!r})\n"
         result = run_python(whole, stdin, self._until(ends))
-        if result.exit_code is None and not result.limit:  # its supervisor is gone: the program's work, or the system's
+        if result.exit_code is None and not result.limit:  # its supervisor was killed: try once more
             result = run_python(whole, stdin, self._until(ends))
         return result
 
@@ -114,10 +114,9 @@ class CodeReward:
 
 
 def find_program(response: str, names: Collection[str] = ()) -> str | None:
-    """The last block of Python that defines one of `names`, else the last one; None: there is no block.
+    """The last Python block that defines one of `names`, else the last block; None: no block.
 
-    A closed block with the tag of Python goes before one that is not closed, and that before one without a tag. What a
-    block is indented by is taken off.
+    Preference: tagged and closed, tagged and unclosed, untagged. Blocks are dedented.
     """
     found: dict[tuple[bool, bool], list[str]] = {}
     for block in _BLOCK.finditer(response):
@@ -132,15 +131,14 @@ def find_program(response: str, names: Collection[str] = ()) -> str | None:
     return next(filter(defines.search, reversed(blocks)), blocks[-1])
 
 
-# Compares what a program printed or returned with what was expected. Pure; the program may have forged its output.
+# Compares outputs and return values with the expected ones. Pure; the program may have forged its output.
 
 
 _CLOSE = {"rel_tol": 1e-6, "abs_tol": 1e-9}
 
 
 def printed(stdout: str, wanted: str) -> bool:
-    """Equal except for whitespace at the ends of lines and between words, blank lines, and the last digits of what
-    should be a decimal."""
+    """Equal up to whitespace, blank lines, and the last digits of expected decimals."""
     left, right = ([words for line in text.split("\n") if (words := line.split())] for text in (stdout, wanted))
     return len(left) == len(right) and all(
         len(a) == len(b) and all(map(_same, a, b)) for a, b in zip(left, right, strict=True)
@@ -148,7 +146,7 @@ def printed(stdout: str, wanted: str) -> bool:
 
 
 def reported(stdout: str, mark: str) -> list[Any]:
-    """The one value that the harness wrote between the last two marks, or nothing."""
+    """The value that the harness wrote between the last two marks, as a list of one; else empty."""
     found = stdout.split(mark)
     try:
         return [json.loads(found[-2])] if len(found) > 2 else []
@@ -157,7 +155,7 @@ def reported(stdout: str, mark: str) -> list[Any]:
 
 
 def equal(given: Any, wanted: Any) -> bool:
-    """Equal JSON values; a wanted decimal may differ in its last digits. A truth value is no number."""
+    """Equal JSON values, up to the last digits of wanted decimals. Booleans are not numbers."""
     if isinstance(given, list) and isinstance(wanted, list):
         return len(given) == len(wanted) and all(map(equal, given, wanted))
     if isinstance(given, dict) and isinstance(wanted, dict):

@@ -1,8 +1,8 @@
 """Tests that are Python code: finds the checks in them, and refuses tests that cannot judge a program.
 
 A check is an assertion (a statement, or a call of a function `assert*`), a `with` of `raises` or `assert*`, an `if`
-that raises, or a `try` that fails if nothing was raised. Each check reports that it ran: tests of which no check runs
-pass no program. Pure; the tests come from the dataset and are trusted.
+that raises, or a `try` that fails if nothing was raised. Each check reports that it ran; a program passes only if a
+check ran. Pure. Tests come from the dataset and are trusted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GENERATOR_FLAGS = 0x20 | 0x200
 
 @dataclass(frozen=True, slots=True)
 class Statements:
-    """`code`: compiled, marshalled, in base64. `names`: those that the tests take from the program."""
+    """`code`: compiled, marshalled, base64. `names`: the program's names that the tests use."""
 
     code: str
     entry_point: str
@@ -38,7 +38,7 @@ class Statements:
 
 @lru_cache(maxsize=64)  # the responses of a group share their tests
 def read_statements(text: str, entry_point: str, asked: str) -> Statements:
-    """Raises ValueError: the text is no Python, no check in it can run, or it needs more of pytest than is there."""
+    """Raises ValueError: not Python, no check can run, or it needs unsupported parts of pytest."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -78,13 +78,14 @@ def _code_objects(code: CodeType) -> Iterator[CodeType]:
 
 
 def _refusal(tree: ast.Module, entry_point: str, names: frozenset[str]) -> tuple[str, str] | None:
-    """What was found and what to do, if these tests cannot judge a program."""
+    """(found, do) if these tests cannot judge a program, else None."""
     nodes = list(ast.walk(tree))
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     mentioned = attributes | {
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     }
     decorators = {_name(d) for node in nodes for d in getattr(node, "decorator_list", ())}
+    # Tests that would be skipped, or never called, must not pass a program.
     for module in _imported(tree):
         if not _exists(module):
             return f"they import {module}, which is not installed", "install it, or write tests without it"
@@ -118,7 +119,7 @@ def _exists(module: str) -> bool:
 
 
 def _tests_of(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, int]]:
-    """Functions that pytest would call, with the number of arguments that they get."""
+    """Functions that pytest would call, with the number of arguments it passes."""
     for node in tree.body:
         inside = node.body if isinstance(node, ast.ClassDef) and not node.bases and node.name.startswith("Test") else []
         for function, num_given in ((node, 0), *((method, 1) for method in inside)):
@@ -133,7 +134,7 @@ def _num_required(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def _runs(node: ast.stmt, mentioned: set[str], entry_point: str) -> bool:
-    """Whether a top-level statement may run more than a definition."""
+    """True if a top-level statement may do more than define."""
     if isinstance(node, ast.ClassDef):
         return bool(node.bases) or node.name.startswith("Test") or node.name in mentioned
     if isinstance(node, _FUNCTIONS):
@@ -165,7 +166,7 @@ def _is_check(statement: ast.stmt) -> bool:
 
 
 def _fails(statement: ast.stmt) -> bool:
-    """Whether it fails whenever it runs."""
+    """True if the statement fails whenever it runs."""
     match statement:
         case ast.Raise() | ast.Assert(ast.Constant(False | 0 | None)):
             return True
@@ -175,13 +176,13 @@ def _fails(statement: ast.stmt) -> bool:
 
 
 def _name(node: ast.expr) -> str:
-    """The last part of what is called or named."""
+    """The last part of a called or named expression."""
     function = node.func if isinstance(node, ast.Call) else node
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _insert_reports(body: list[ast.stmt], runners: set[str]) -> None:
-    """Makes each check report, and takes out the calls of other test runners: every test runs once."""
+    """Makes each check report, and removes calls of other test runners, so that every test runs once."""
     whole: list[ast.stmt] = []
     for statement in body:
         is_check = _is_check(statement)

@@ -1,8 +1,8 @@
-"""Encodings of a publish: its tensors are the weights themselves, small ones to add to weights that a replica has, or
-differences to the weights that it got before.
+"""Encodings of a publish: `full` weights, `lora` factors to add to the base weights, or `delta` differences to the
+previous weights.
 
-One module per encoding says how its tensors are named (`check`, called when a manifest is made) and what they become.
-`decoder.py` is the receiving side of all encodings.
+One module per encoding defines its tensors; its `check` runs when a manifest is made. `decoder.py` is the receiving
+side of all encodings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncrl.weights.encodings.lora import is_adapter
 
 
 def _check_full(tensors: Sequence[TensorSpec]) -> None:
-    """Encoding `full`: every tensor of the model, by the names and in the shapes of its checkpoint. It needs no base.
+    """Encoding `full`: every tensor of the model, with the names and shapes of its checkpoint; no base.
 
     Raises WeightTransferError: a tensor is an adapter.
     """
@@ -30,6 +30,6 @@ CHECKS: dict[Encoding, Callable[[Sequence[TensorSpec]], None]] = {
     "lora": lora.check,
     "delta": delta.check,
 }
-"""Encoding -> function that raises WeightTransferError for tensors that do not belong to it."""
+"""Encoding -> check that raises WeightTransferError for foreign tensors."""
 BASE_VERSIONS: dict[Encoding, int | None] = {"full": None, "lora": 0, "delta": None}
-"""Encoding -> `Manifest.base_version`. Version 0 are the model's own files; a delta knows its base by the digest."""
+"""Encoding -> `Manifest.base_version`. Version 0 is the model's own files; a delta identifies its base by digest."""

@@ -1,4 +1,4 @@
-"""The model's own files as the base of publishes: mapped into memory once, and held."""
+"""The model's own files as the base of publishes, memory-mapped once."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from asyncrl.errors import WeightTransferError, explain
 from asyncrl.weights.encodings.lora import LORA_A, LORA_B, adapted
 
 _COMPUTED = ".rotary_emb.inv_freq"
-"""End of the names that old checkpoints hold and no model reads."""
+"""Suffix of names in old checkpoints that no model reads."""
 
 
 _BLOCK_BYTES = 1 << 20
-"""Of float32 rows that are merged at a time on a CPU: they stay in a core's cache from the read to the write."""
+"""Bytes of float32 rows merged at a time on a CPU, so that they stay in a core's cache."""
 
 
 class Merge:
-    """W_0 + B A of one tensor, a block of rows at a time, float32 on the device of the factors. All users cut the same
-    blocks, so all get the same bits."""
+    """W_0 + B A of one tensor, computed by blocks of rows in float32 on the factors' device. Fixed blocks make the
+    result bitwise reproducible."""
 
     def __init__(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         self._weight, self._a, self._b = weight, a, b
 
     @staticmethod
     def of(name: str, weight: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> Merge | None:
-        """None: the tensor has no adapter."""
+        """The merge of tensor `name`; None if it has no adapter."""
         stem = name.removesuffix(".weight")
         return Merge(weight, factors[stem + LORA_A], factors[stem + LORA_B]) if stem + LORA_A in factors else None
 
@@ -38,7 +38,7 @@ class Merge:
         return self._a.device
 
     def blocks(self) -> Iterator[slice]:
-        """Rows, in order."""
+        """Slices of rows, in order."""
         rows, columns = self._weight.shape
         step = max(1, _BLOCK_BYTES // (4 * columns)) if self.device.type == "cpu" else rows
         return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
@@ -50,7 +50,7 @@ class Merge:
 
 
 def merged(name: str, weight: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """`weight` with its adapter merged, float32; as it is, if it has none."""
+    """`weight` with its adapter merged, float32; unchanged if it has none."""
     merge = Merge.of(name, weight, factors)
     return weight if merge is None else torch.cat([merge.rows(block) for block in merge.blocks()])
 
@@ -58,12 +58,12 @@ def merged(name: str, weight: torch.Tensor, factors: Mapping[str, torch.Tensor])
 class BaseWeights:
     """The tensors of a model's safetensors files.
 
-    The files stay mapped as long as this object lives. Their pages are in memory after the first read, once for all
-    processes of the machine. A file that is removed stays readable for this process.
+    The files stay mapped while this object lives; a removed file stays readable. All processes of the machine share the
+    pages.
     """
 
     def __init__(self, path: str, revision: str | None = None) -> None:
-        """`path`: a directory or a hub name, whose files are fetched if they are not here.
+        """`path`: a directory, or a hub name, whose files are downloaded if missing.
 
         Raises:
             WeightTransferError: there are no safetensors files.
@@ -99,7 +99,7 @@ class BaseWeights:
             raise WeightTransferError(explain(asked, found, "train and serve the same model.path"))
 
     def merged(self, factors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the model: float32 where there is an adapter, else in the dtype of the file.
+        """Every tensor of the model: float32 with an adapter, otherwise in the dtype of the file.
 
         Raises:
             WeightTransferError: as `require`; before the first tensor.

@@ -18,7 +18,7 @@ from asyncrl.weights.plan import make_spec
 from asyncrl.weights.transport import DirectSink, WeightReceiver, WeightSink
 
 LoadedTogether = Callable[[Collection[str], Collection[str]], Collection[str]]
-"""(names of weights, names of all weights) -> the weights that an engine must load together with the former."""
+"""(names to load, names of all weights) -> all names that an engine must load together with them."""
 
 
 def _alone(names: Collection[str], every: Collection[str]) -> Collection[str]:
@@ -35,27 +35,27 @@ class Plan:
 
 
 class Decoder:
-    """Decodes publishes for one receiving process. Owns the base weights of adapters, mapped from the model's files at
-    the first publish that needs them, and knows which weights of the model have adapters merged. Owns the copy of the
-    weights that differences apply to, from the first publish that says that it is kept.
+    """Decodes publishes for one receiving process. Owns the base weights of adapters, mapped at the first publish that
+    needs them, the names of the weights with merged adapters, and the copy of the weights that differences apply to,
+    from the first publish with `is_kept`.
 
-    Each publish calls `plan`, `receive`, and `applied` once the engine has loaded everything. Without the last call the
-    next publish writes every tensor.
+    A publish calls `plan`, `receive`, and `applied` once the engine has loaded everything. Without `applied` the next
+    publish writes every tensor.
     """
 
     def __init__(
         self, path: str, revision: str | None, dtype: torch.dtype, *, loaded_together: LoadedTogether = _alone
     ) -> None:
-        """`dtype`: of the weights that the engine serves; full publishes and differences to them have it too."""
+        """`dtype`: of the weights that the engine serves, and of full publishes and deltas."""
         self._path, self._revision, self._dtype = path, revision, dtype
         self._loaded_together = loaded_together
         self._base: BaseWeights | None = None
         self._kept: KeptWeights | None = None
         self._adapted: frozenset[str] | None = None
-        """The weights that have an adapter merged; all others are the model's own. None: unknown."""
+        """Weights with a merged adapter; the others are the model's own. None: unknown."""
 
     def plan(self, manifest: Manifest) -> Plan:
-        """What `receive` will write. Raises WeightTransferError: the model has no safetensors files."""
+        """The tensors that `receive` will write. Raises WeightTransferError: the model has no safetensors files."""
         if manifest.encoding != "lora":
             return Plan(tuple(weight_of(spec.name) for spec in manifest.tensors), whole=True)
         base = self._base = self._base or BaseWeights(self._path, self._revision)
@@ -68,10 +68,10 @@ class Decoder:
     def receive(
         self, receiver: WeightReceiver, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
     ) -> Digest | None:
-        """As `WeightReceiver.receive`; `sink` gets the tensors of `plan`. The digest is of what was sent; of
-        differences, of the weights that they make. Raises
-        WeightTransferError too: adapters of a tensor that the model does not have, differences to other weights than
-        these."""
+        """As `WeightReceiver.receive`; `sink` gets the tensors of `plan`. The digest covers the sent tensors, or with
+        encoding delta the resulting weights. Raises WeightTransferError too: the model lacks an adapter's tensor, or
+        the base of a delta differs."""
+        # Unknown until `applied`: a receive that fails halfway leaves a mixture in the engine.
         self.forget()
         if manifest.encoding == "delta" or manifest.is_kept:
             kept = self._kept = self._kept or KeptWeights()
@@ -84,6 +84,7 @@ class Decoder:
         factors: dict[str, torch.Tensor] = {}
         digest = receiver.receive(manifest, AssemblingSink(factors.__setitem__), timeout_s)
         self._base.require(adapted(factors))
+        # In float32 the merge is computed straight into the sink's memory.
         direct = sink if isinstance(sink, DirectSink) and self._dtype == torch.float32 else None
         for name in plan.names:
             weight = self._base.tensor(name)
@@ -101,12 +102,12 @@ class Decoder:
             self._adapted = adapted(spec.name for spec in manifest.tensors)
 
     def forget(self) -> None:
-        """The model's weights are no longer those of the last publish."""
+        """The engine's weights are unknown until the next `applied`."""
         self._adapted = None
 
 
 def _write(spec: TensorSpec, merge: Merge, sink: WeightSink, direct: DirectSink | None) -> None:
-    """Block by block. `direct`: the sink, if what it holds is float32 and the sum can be computed in its place."""
+    """Writes block by block. `direct`: the sink, if it holds float32, so that the sum is computed in place."""
     row_bytes = spec.nbytes // spec.shape[0]
     for block in merge.blocks():
         offset, nbytes = block.start * row_bytes, (block.stop - block.start) * row_bytes

@@ -1,9 +1,9 @@
-"""Encoding `delta`: what has changed since the last publish, lossless.
+"""Encoding `delta`: the lossless changes since the last publish.
 
-Sent is `<weight>.delta` [n] uint8 for every weight, in the order of the model: the bytes that `difference.py` makes of
-the weight before and now, none for one that has not changed. The base is known by its digest (`Manifest.base_digest`):
-the trainer sends differences only to replicas that have committed the weights of that digest, and a replica refuses
-them unless its own copy has it. All others get all weights, and keep a copy (`Manifest.is_kept`).
+A publish has `<weight>.delta` [n] uint8 for every weight, in model order: `difference.encode(old, new)`, empty if
+unchanged. The base is identified by digest (`Manifest.base_digest`): the trainer sends differences only to replicas
+that committed it, and a replica refuses them if its copy differs. Other replicas get all weights and keep a copy
+(`Manifest.is_kept`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DELTA = ".delta"
 
 
 def weight_of(name: str) -> str:
-    """The weight that the difference of this name changes."""
+    """The name of the weight that a difference changes."""
     return name.removesuffix(DELTA)
 
 

@@ -1,4 +1,4 @@
-"""The sending side of `delta`: a trainer rank's copy of what it encoded last, and the differences to it."""
+"""The sending side of `delta`: a trainer rank's copy of the weights it last encoded, and the differences to it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from asyncrl.weights.plan import DTYPE_BYTES
 
 
 class DeltaEncoder:
-    """Encodes the weights that one rank sends. Owns, in the host's memory, one copy of them, which is the base of the
-    next encoding, and the differences until then."""
+    """Encodes the weights that one rank sends. Owns, in host memory, a copy of them (the base of the next `encode`) and
+    the differences."""
 
     def __init__(self) -> None:
         self._base: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
-        """By name; bytes."""
+        """Name -> (spec, bytes)."""
         self._differences: list[tuple[str, torch.Tensor]] = []
         self.digest: Digest = ()
-        """Of the weights that were encoded last."""
+        """Of the weights last encoded."""
 
     def encode(self, weights: Iterable[tuple[str, torch.Tensor]]) -> EncodedWeights:
-        """Encodes `weights`, on any device, and keeps a copy of them. Without the same tensors before there is nothing
-        they differ from. After an error of `weights`, which passes unchanged, there is no base either."""
+        """Encodes `weights`, on any device, and keeps a copy. There is no base at the first call, if the tensors' specs
+        changed, or after an error of `weights`, which propagates unchanged."""
+        # Clear first: an error halfway must not leave a base that mixes two publishes.
         base, before = self._base, self.digest
         self._base, self._differences, self.digest = {}, [], ()
         copies: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
@@ -51,5 +52,5 @@ class DeltaEncoder:
         return EncodedWeights(self.digest, before if has_base else None, specs)
 
     def differences(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the last `encode` made, as often as it is sent."""
+        """The result of the last `encode`; may be called repeatedly."""
         return iter(self._differences)

@@ -1,17 +1,17 @@
 """The lossless difference of two tensors, as bytes. Pure numpy.
 
-Elements are compared as unsigned integers of their width, so NaN, -0.0 and denormals are bit patterns like any other. A
-tensor is cut into blocks of `_BLOCK` elements; each is written in the smallest of these forms:
+Elements are compared as unsigned integers, so NaN, -0.0 and denormals are ordinary bit patterns. A tensor is cut into
+blocks of `_BLOCK` elements; each takes one of these forms:
 
-    same     nothing has changed: no bytes besides the header
-    sparse   the gaps between changed elements and how much each has changed
-    planes   how much every element has changed, the lowest bytes of all elements first, then the next ones
+    same     nothing has changed: only the header
+    sparse   the gaps between changed elements, and their changes
+    planes   the changes of all elements: their lowest bytes, then the next bytes, and so on
     raw      the new elements
 
-"How much" is the difference of the two integers modulo 2**bits, zigzag-coded: a float that has moved by few units in
-its last place gives a small number, of either sign. Gaps and changes below 255 take one byte; a byte of 255 stands for
-a number in a second stream, at full width. Every stream but raw is deflated (zlib, level 1), which adds an Adler-32
-checksum. The numbers behind these choices are in docs/adr/0034-delta-publishes.md.
+A change is (new - old) modulo 2**bits, zigzag-coded: a float that moved by few units in its last place gives a small
+number. Gaps and changes below 255 take one byte; 255 refers to a second stream of full-width numbers. Every stream but
+raw is deflated (zlib, level 1), which adds an Adler-32 checksum. The numbers behind these choices are in
+docs/adr/0034-delta-publishes.md.
 
 Layout of a block, little-endian: form uint8, number of streams uint8, 2 bytes of zero, count of changed elements
 uint32, the length of each stream uint32; then the streams.
@@ -32,7 +32,7 @@ _GAP = np.dtype("<u4")
 _LEVEL = 1
 _ESCAPE = 255
 _SPARSE_BELOW = 3
-"""Sparse, where fewer than one in so many elements has changed."""
+"""Sparse form if fewer than 1/`_SPARSE_BELOW` of the elements changed."""
 
 Elements = np.ndarray
 """[n] unsigned integers, little-endian."""
@@ -44,8 +44,8 @@ def elements(data: np.ndarray, width: int) -> Elements:
 
 
 def encode(old: Elements, new: Elements) -> np.ndarray:
-    """[m] uint8 that `apply` turns `old` into `new` with; empty if they are equal. At most `new` and 8 bytes for each
-    block of it. Both are [n] of one dtype."""
+    """[m] uint8 from which `apply` turns `old` into `new`, both [n] of one dtype; empty if equal. m <= new.nbytes + 8 *
+    blocks."""
     assert old.dtype == new.dtype, "they are of one dtype"
     assert old.shape == new.shape, "they are of one length"
     blocks, changed = [], False
@@ -57,8 +57,8 @@ def encode(old: Elements, new: Elements) -> np.ndarray:
 
 
 def apply(base: Elements, data: np.ndarray) -> None:
-    """Changes `base`, [n], as `data`, [m] uint8 from `encode`, says. Raises ValueError: `data` is damaged, or belongs
-    to a tensor of another size; `base` is undefined then."""
+    """Applies `data`, [m] uint8 from `encode`, to `base`, [n], in place. Raises ValueError, leaving `base` undefined:
+    `data` is damaged or of another size."""
     if not data.size:
         return
     rest = np.ascontiguousarray(data).data
@@ -78,6 +78,7 @@ def _encode_block(old: Elements, new: Elements) -> bytes:
         form, streams = _SPARSE, [*_escaped(gaps.astype(_GAP)), *_escaped(moved)]
     else:
         form, streams = _PLANES, list(_planes(_zigzag(new - old)).T)
+    # Deflate may not pay (random changes): raw is the upper bound.
     packed = [zlib.compress(np.ascontiguousarray(stream).data, _LEVEL) for stream in streams]
     if sum(map(len, packed)) + _LENGTH.itemsize * len(packed) >= new.nbytes:
         return _HEADER.pack(_RAW, 0, changed.size) + new.tobytes()
@@ -86,7 +87,7 @@ def _encode_block(old: Elements, new: Elements) -> bytes:
 
 
 def _apply_block(base: Elements, data: memoryview) -> memoryview:
-    """Returns what follows the block. Raises ValueError."""
+    """Applies one block; returns the bytes after it. Raises ValueError."""
     form, num_streams, count = _HEADER.unpack(_taken(data, _HEADER.size))
     data = data[_HEADER.size :]
     if form == _SAME:
@@ -95,6 +96,7 @@ def _apply_block(base: Elements, data: memoryview) -> memoryview:
         base[:] = np.frombuffer(_taken(data, base.nbytes), base.dtype)
         return data[base.nbytes :]
     width = base.dtype.itemsize
+    # Validate before use: the data came over a network.
     if (form, num_streams) not in ((_SPARSE, 4), (_PLANES, width)) or not 0 < count <= base.size:
         raise ValueError(f"form {form} with {num_streams} streams and {count} changes of {base.size} elements")
     lengths = np.frombuffer(_taken(data, _LENGTH.itemsize * num_streams), _LENGTH).tolist()
@@ -137,7 +139,7 @@ def _planes(values: Elements) -> np.ndarray:
 
 
 def _escaped(values: Elements) -> tuple[np.ndarray, Elements]:
-    """[n] uint8, and the values from 255 on, which stand there as 255."""
+    """(values capped at 255, [n] uint8; the values >= 255 at full width)."""
     return np.minimum(values, _ESCAPE).astype(np.uint8), values[values >= _ESCAPE]
 
 
@@ -150,7 +152,7 @@ def _unescaped(small: memoryview, large: memoryview, count: int, dtype: np.dtype
 
 
 def _inflated(data: memoryview, nbytes: int) -> np.ndarray:
-    """[nbytes] uint8. Raises ValueError: it is damaged, or of another size."""
+    """[nbytes] uint8. Raises ValueError: damaged, or of another size."""
     inflater = zlib.decompressobj()
     try:
         found = inflater.decompress(data, nbytes + 1)

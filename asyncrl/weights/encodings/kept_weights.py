@@ -1,4 +1,4 @@
-"""The receiving side of `delta`: a replica's copy of the weights that it got last, and what differences make of it."""
+"""The receiving side of `delta`: a replica's copy of the last published weights, which differences update."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from asyncrl.weights.transport import WeightReceiver, WeightSink
 
 
 class KeptWeights:
-    """One copy of the model's weights in the host's memory, as the last publish brought them. An engine's own weights
-    cannot be the base: it fuses, shards and converts them."""
+    """A copy of the last published weights in host memory. An engine's own weights cannot be the base, because it
+    fuses, shards and converts them."""
 
     def __init__(self) -> None:
         self._memory: dict[str, tuple[TensorSpec, torch.Tensor]] = {}
-        """By name; bytes."""
+        """Name -> (spec, bytes)."""
         self._digest: Digest | None = None
-        """Of whole tensors, in the order of the publish; None: the copy is incomplete, or there is none."""
+        """Of whole tensors, in publish order; None: no complete copy."""
 
     def keep(self, receiver: WeightReceiver, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
-        """As `WeightReceiver.receive`, of a publish with encoding full; keeps what arrives."""
+        """As `WeightReceiver.receive`, with encoding full; keeps a copy."""
+        # No digest until all is received: a failed publish leaves no base.
         self._digest, held = None, self._memory
         self._memory = {}
         for spec in manifest.tensors:
@@ -38,11 +39,10 @@ class KeptWeights:
         return digest
 
     def patch(self, receiver: WeightReceiver, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
-        """As `WeightReceiver.receive`, of a publish with encoding delta: `sink` gets all weights, whole. The digest is
-        of the weights, each tensor whole.
+        """As `WeightReceiver.receive`, with encoding delta: `sink` gets all weights, whole, and the digest is of these.
 
-        Raises WeightTransferError too: the copy is not the base of these differences, or they are damaged. The next
-        publish must be full then.
+        Raises WeightTransferError too: the copy is not the base of the differences, or they are damaged. The next
+        publish must then be full.
         """
         problem = self._problem(manifest)
         self._digest, digest = None, []
@@ -68,7 +68,7 @@ class KeptWeights:
         return self._digest if manifest.verify else None
 
     def _problem(self, manifest: Manifest) -> WeightTransferError | None:
-        """What the receiver reports in place of a change: raised before it joins, the sender would wait for it."""
+        """The error that the first change raises. Raised before joining, it would leave the sender waiting."""
         asked = f"apply the differences of publish {manifest.publish_id}"
         do = "publish all weights"
         if self._digest is None:
@@ -85,12 +85,12 @@ class KeptWeights:
 
 
 class _CopyingSink:
-    """Passes slices on to `sink`, and copies them."""
+    """Copies slices and passes them on to `sink`."""
 
     def __init__(self, memory: dict[str, tuple[TensorSpec, torch.Tensor]], sink: WeightSink) -> None:
         self._memory, self._sink = memory, sink
 
     def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
         _, memory = self._memory[spec.name]
-        self._sink.write(spec, offset, data)  # which checks where the bytes belong
+        self._sink.write(spec, offset, data)  # first: it checks name, shape and offset
         memory[offset : offset + data.numel()].copy_(data)

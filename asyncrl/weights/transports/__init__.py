@@ -38,12 +38,12 @@ def build_sender(
     """The sender of `weights.transport`, not yet open.
 
     Args:
-        device: where the trainer's tensors live; chooses gloo or NCCL for `collective`, the rings of `ipc`.
-        host: an address of this machine that the replicas reach; for all but `ipc`, across machines.
+        device: where the trainer's tensors live; selects gloo or NCCL for `collective`, and the rings of `ipc`.
+        host: an address of this machine that the replicas reach; unused by `ipc`.
         directory: `weights.disk_directory`, for `disk`; a URL for object storage.
 
     Raises:
-        ConfigError: unknown transport, or one that cannot serve the device.
+        ConfigError: unknown transport, or it does not support the device.
     """
     sender: WeightSender
     if transport == "collective":

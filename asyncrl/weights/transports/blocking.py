@@ -1,4 +1,4 @@
-"""A deadline for calls that cannot be interrupted, such as NCCL's: they run in a thread that can be abandoned."""
+"""Deadlines for calls that cannot be interrupted (NCCL's): they run in a thread that can be abandoned."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _POLL_S = 0.02
 class BlockingCalls:
     """One daemon thread that makes the submitted calls, one after the other.
 
-    After `close` the thread ends when its current call returns, if it ever does; nothing waits for it. A call whose
-    future was cancelled before it began is not made.
+    After `close` the thread ends when its current call returns, if ever; nothing waits for it. A call whose future was
+    cancelled earlier is skipped.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,8 +37,7 @@ class BlockingCalls:
         return future
 
     async def do(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the call returns or raises, for an event loop that goes on meanwhile. Whoever awaits it has the
-        deadline."""
+        """Awaits the call without blocking the event loop. The caller sets the deadline."""
         return await asyncio.wrap_future(self.submit(partial(call, *args, **kwargs)))
 
     def close(self) -> None:
@@ -59,7 +58,7 @@ class BlockingCalls:
 
 
 def _of_a_call(error: BaseException) -> Exception:
-    """The error that a waiter may raise: on some an event loop ends, or waits without end."""
+    """An error that a waiter may raise. StopIteration hangs an event loop, SystemExit and KeyboardInterrupt end it."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     raised = RuntimeError(f"a call in a thread raised {error!r}")
@@ -71,8 +70,8 @@ def wait_for(future: futures.Future[T], deadline: Deadline, what: str, watch: Ca
     """The result of a call, while `watch` is called every few milliseconds and may raise.
 
     Raises:
-        DeadlineExceeded: the call has not returned in time; the message says `what` was waited for.
-        WeightTransferError: the call raised an error that is not one of asyncrl's.
+        DeadlineExceeded: the call has not returned in time; the message names `what`.
+        WeightTransferError: the call raised an error that is not an AsyncRLError.
     """
     while not futures.wait((future,), min(_POLL_S, deadline.remaining_s())).done:
         watch()

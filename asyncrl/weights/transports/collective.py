@@ -1,12 +1,12 @@
 """Sends weights to receivers anywhere: broadcasts whole buckets over a process group of its own, gloo or NCCL.
 
 Two buckets are in transfer: while one is on the wire, the sender packs the next and the receivers unpack the previous.
-Over gloo the wire itself needs the processor, so large slices are not copied: each is broadcast on its own, straight
-from the tensor into the memory of the sink (`DirectSink`), and only small ones are packed together. A GPU copies faster
-than any wire carries: over NCCL all are packed, so that the next tensors are gathered during a broadcast, and there are
-as few broadcasts as buckets.
-The group is formed at the first publish, and again after a publish failed or a receiver came back without it. Control
-messages travel beside it (`control_channel.py`): a broadcast cannot name the receiver that is missing.
+Over gloo the transfer itself uses the CPU, so large slices are not copied: each is broadcast on its own, from the
+tensor into the sink's memory (`DirectSink`), and only small slices are packed together. A GPU copies faster than the
+network sends: over NCCL all slices are packed, so that the next tensors are gathered during a broadcast and each bucket
+takes one broadcast. The group is formed at the first publish, and again after a failed publish or when a receiver
+rejoins without it. Control messages use their own connection (`control_channel.py`), because a broadcast cannot name
+the receiver that is missing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from asyncrl.weights.transports.process_group import BroadcastFailed, BroadcastG
 
 _UNDER_WAY = 2
 _SMALL_SHARE = 16
-"""A slice below this fraction of a bucket is packed: a broadcast of its own would cost more than the copy."""
+"""A slice below 1/`_SMALL_SHARE` of a bucket is packed: its own broadcast would cost more than the copy."""
 _EXPLANATION_S = 0.5
-"""After a broken broadcast: how long to wait for the error message of the process that broke it."""
+"""After a broken broadcast: seconds to wait for the error message of the failed process."""
 
 
 class CollectiveSender:
@@ -82,6 +82,7 @@ class CollectiveSender:
             group = self._begin(channel, generations, deadline)
             in_place = False
             for bucket in buckets:
+                # A bucket sent in place is read until its broadcast ends, so its tensor must not be replaced before.
                 limit = 1 if in_place and packer.moves_on(bucket) else _UNDER_WAY
                 while group.under_way >= limit:
                     self._wait_sent(channel, group, deadline)
@@ -93,6 +94,7 @@ class CollectiveSender:
                     packer.pack(bucket, data)
                 group.start(data, deadline)
             digest = packer.finish()
+            # All buckets are started; acknowledgements come only after the last broadcast has landed.
             while group.under_way:
                 self._wait_sent(channel, group, deadline)
             channel.wait_acked(len(buckets), deadline)
@@ -117,7 +119,7 @@ class CollectiveSender:
         self._buffers = ()
 
     def _begin(self, channel: SenderChannel, generations: tuple[int, ...], deadline: Deadline) -> BroadcastGroup:
-        """The group of all receivers; a new one unless all of them still have the last one."""
+        """The group of all receivers, reused only if every receiver still has the last one."""
         if self._group is not None and set(generations) == {self._group.generation}:
             channel.tell(Kind.BEGIN, self._group.generation)
             return self._group
@@ -167,6 +169,7 @@ class CollectiveReceiver:
         try:
             check_fits(manifest, self._source.bucket_bytes)
             group = self._join(channel, manifest, deadline)
+            # Broadcasts match by order: post the first two, then one per bucket that is done.
             for bucket in buckets[:_UNDER_WAY]:
                 start(bucket)
             for bucket in buckets:
@@ -177,6 +180,7 @@ class CollectiveReceiver:
                 else:
                     unpacker.landed(bucket, place)
                 channel.ack(bucket.index)
+                # The buffer is free again: post the bucket that reuses it.
                 if bucket.index + _UNDER_WAY < len(buckets):
                     start(buckets[bucket.index + _UNDER_WAY])
             digest = unpacker.finish()
@@ -210,15 +214,15 @@ class CollectiveReceiver:
         return self._group
 
     def _wait_received(self, channel: ReceiverChannel, group: BroadcastGroup, deadline: Deadline, what: str) -> None:
-        """Waits for the oldest broadcast. An error that the sender sent takes precedence over an error of the group."""
+        """Waits for the oldest broadcast. An error sent by the sender takes precedence over an error of the group."""
         try:
             group.wait(deadline, what, lambda: channel.check(what))
         except (DeadlineExceeded, BroadcastFailed) as error:
             group.close()
             try:
-                channel.next(Deadline(2 * _EXPLANATION_S), what)  # the sender asks the others first
+                channel.next(Deadline(2 * _EXPLANATION_S), what)  # twice: the sender queries the other receivers first
             except DeadlineExceeded:
-                if isinstance(error, BroadcastFailed):  # a connection of the group broke: no fault of this side
+                if isinstance(error, BroadcastFailed):  # a peer's connection broke: not caused here
                     raise TransferEnded(str(error)) from None
                 raise error from None
             raise
@@ -234,10 +238,9 @@ class CollectiveReceiver:
 
 @contextmanager
 def _explained(channel: SenderChannel, group: BroadcastGroup) -> Iterator[None]:
-    """Ends the group at once on an error: nothing of it may run on, or be found late by a watchdog, during the search
-    for the cause. Then adds the reports of receivers, and the names of slow ones, to an error of the group. A broken
-    connection is the consequence of an error that a receiver reports, which is raised instead. A deadline remains a
-    deadline."""
+    """Closes the group immediately on an error, so that no broadcast continues, or trips a watchdog, during the search
+    for the cause. Then adds the receivers' reports and the names of slow receivers to the error. If a receiver explains
+    a broken connection, its report is raised instead. A missed deadline stays DeadlineExceeded."""
     try:
         yield
     except (DeadlineExceeded, BroadcastFailed) as error:
@@ -255,8 +258,7 @@ def _explained(channel: SenderChannel, group: BroadcastGroup) -> Iterator[None]:
 
 
 def broadcasts(manifest: Manifest, bucket_bytes: int, device: torch.device) -> tuple[Bucket, ...]:
-    """The buckets as they are broadcast; both sides cut them the same way. `device`: of either side; a group has one
-    kind."""
+    """The buckets as broadcast; both sides compute the same list, since a group has one kind of `device`."""
     if device.type == "cuda":
         return manifest.buckets
     return separate(manifest.buckets, max(1, bucket_bytes // _SMALL_SHARE))

@@ -1,16 +1,16 @@
-"""The control messages of a transfer: which receivers take part, which buckets have arrived, which side failed and why.
+"""Control messages of a transfer: which receivers take part, which buckets arrived, which side failed and why.
 
 One ROUTER at the sender, one DEALER per receiver, over a unix socket (`ipc`) or TCP (the others). A publish runs
 
     receiver: READY -> sender: BEGIN -> sender: BUCKET* / receiver: ACK* -> sender: DONE
 
-and either side may end it with ERROR. Every receiver numbers its attempts; a message that belongs to another publish or
-another attempt is dropped, so that nothing of an aborted publish reaches the next one. Messages are fixed structs with
-an optional text: nothing is unpickled.
+and either side may end it with ERROR. Every receiver numbers its attempts; messages of another publish or attempt are
+dropped, so an aborted publish cannot leak into the next. Messages are fixed structs with optional text; nothing is
+unpickled.
 
 ZeroMQ's CURVE authenticates the peers. The sender's public key travels with its `TransferSource`, in calls to replicas,
-and counts as a secret of the run: without it a process completes no handshake, whatever identity it claims, and without
-the secret key it cannot pass for the sender. Control messages are encrypted; the weights themselves are not.
+and is a secret of the run: no process completes a handshake without it, whatever identity it claims, and only the
+holder of the secret key can act as the sender. Control messages are encrypted; the weights are not.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ logger = logging.getLogger(__name__)
 _HEADER = struct.Struct("<BqQq")
 _PING_EVERY_S = 0.5
 _WAS_DEADLINE = 1
-"""Marks the ERROR of a receiver that ran into its deadline: another receiver, or the sender, is the cause."""
+"""Marks the ERROR of a receiver whose deadline passed: the cause is the sender or another receiver."""
 _LINGER_MS = 200
-"""Longest time that closing a socket waits until its last message (a DONE, an ERROR) is sent."""
+"""Longest wait of a closing socket for its last message (DONE or ERROR) to be sent."""
 _HEARTBEAT_MS = 5_000
 _HEARTBEAT_TIMEOUT_MS = 30_000
-"""A peer machine that vanished without closing its connection counts as lost after this time."""
+"""A machine that vanished without closing its connection counts as lost after this time."""
 
 
 class Kind(IntEnum):
-    READY = 1  # value: what the receiver brings (collective: the generation of its process group; ipc: its media)
-    BEGIN = 2  # value: what the transfer uses (collective: the generation; ipc: the medium)
+    READY = 1  # value: of the receiver (collective: generation of its process group; ipc: best medium it can read)
+    BEGIN = 2  # value: in use (collective: the generation; ipc: the medium)
     BUCKET = 3  # value: index of a bucket that can be read, with all before it
     ACK = 4  # value: index of a bucket that has been read; the number of buckets when the sink has everything
     DONE = 5
-    ERROR = 6  # text: what happened; value: _WAS_DEADLINE, or 0
+    ERROR = 6  # text: the error; value: _WAS_DEADLINE, or 0
     PING = 7
 
 
@@ -86,12 +86,12 @@ class Deadline:
 
 
 def layout_of(manifest: Manifest) -> str:
-    """What both sides must agree on before bytes move."""
+    """The layout that both sides must agree on before bytes move."""
     return f"{len(manifest.tensors)} tensors of {manifest.nbytes} bytes in {len(manifest.buckets)} buckets"
 
 
 class SenderChannel:
-    """The sender's end. Between `gather` and `finish` or `abort` there is a transfer that all receivers have joined.
+    """The sender's end. All receivers are joined from `gather` until `finish` or `abort`.
 
     One thread at a time, except for `interrupt`.
     """
@@ -125,9 +125,9 @@ class SenderChannel:
         self._interrupted.set()
 
     def gather(self, manifest: Manifest, deadline: Deadline) -> tuple[int, ...]:
-        """Waits until every receiver has joined this publish; returns the values they brought, by receiver.
+        """Waits until every receiver has joined this publish; returns the values of their READY messages, by receiver.
 
-        Raises DeadlineExceeded naming those that did not come, WeightTransferError on another layout.
+        Raises DeadlineExceeded naming the absent receivers, WeightTransferError on another layout.
         """
         publish_id, layout = manifest.publish_id, layout_of(manifest)
 
@@ -137,6 +137,7 @@ class SenderChannel:
 
         self._publish_id = publish_id
         self._left.clear()
+        # Receivers still waiting for an older publish would wait for their whole deadline.
         self._dismiss_over(f"the sender is at publish {publish_id}", before=publish_id)
         self._wait(absent, f"join publish {publish_id}", deadline)
         self._joined = {r: self._ready.pop(r) for r in range(self._num_receivers)}
@@ -157,20 +158,20 @@ class SenderChannel:
             self._send(receiver, joined, kind, value)
 
     def wait_acked(self, bucket: int, deadline: Deadline) -> None:
-        """Waits until every receiver has read all buckets up to this one. Raises DeadlineExceeded naming those that
-        have not, WeightTransferError with what a receiver reported."""
+        """Waits until every receiver has read all buckets up to this one. Raises DeadlineExceeded naming the late
+        receivers, WeightTransferError with a receiver's report."""
         self._wait(lambda: [r for r, at in self._acked.items() if at < bucket], f"take bucket {bucket}", deadline)
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Takes in what has arrived, after waiting up to `wait_s` for it to begin. Raises WeightTransferError or
-        DeadlineExceeded with what a receiver reported."""
+        """Handles the messages that have arrived, waiting up to `wait_s` for the first. Raises WeightTransferError or
+        DeadlineExceeded with a receiver's report."""
         self._go_on()
         if self._socket.poll(int(wait_s * 1000)):
             self._drain()
 
     def watch(self) -> None:
-        """As `check`, for the waits on something else than this channel: a receiver that has died is found by a PING,
-        at most every half second. Raises as `check`, WeightTransferError: a receiver died, or the sender was closed."""
+        """`check` for waits on something other than this channel; a PING every `_PING_EVERY_S` detects dead receivers.
+        Raises as `check`, and WeightTransferError: a receiver died, or the sender was closed."""
         self.check()
         if (now := time.monotonic()) - self._pinged > _PING_EVERY_S:
             self._pinged = now
@@ -182,7 +183,7 @@ class SenderChannel:
         return ", ".join(f"receiver {r}" for r, at in self._acked.items() if at == least)
 
     def finish(self) -> None:
-        """Ends the transfer: every receiver may use what it has."""
+        """Ends the transfer: every receiver may use the weights."""
         self.tell(Kind.DONE)
         self._joined = {}
 
@@ -204,6 +205,7 @@ class SenderChannel:
                 self._drain()
                 continue
             if not deadline.remaining_s():
+                # A receiver that left explains itself; the others are only late.
                 names = "; ".join(
                     f"receiver {r}" + (f" left: {self._left[r]}" if r in self._left else " did not") for r in waited_for
                 )
@@ -255,6 +257,7 @@ class SenderChannel:
                 self._handle(receiver, message)
 
     def _handle(self, receiver: int, message: ControlMessage) -> None:
+        # ACK and ERROR count only for the attempt in progress; a READY always starts a new one.
         joined = self._joined.get(receiver)
         current = joined is not None and joined.attempt == message.attempt
         if message.kind is Kind.READY:
@@ -276,6 +279,7 @@ class SenderChannel:
                 raise DeadlineExceeded(explain(asked, message.text, do))
             raise WeightTransferError(explain(asked, message.text, "see the log of this replica"))
         elif message.kind is Kind.ERROR:
+            # The receiver gave up before the transfer began: remember why, for the message of the deadline.
             waiting = self._ready.get(receiver)
             if waiting is not None and waiting.attempt == message.attempt:
                 del self._ready[receiver]
@@ -313,7 +317,7 @@ class ReceiverChannel:
         self._send(Kind.READY, value, f"{layout_of(manifest)}\n{note}" if note else layout_of(manifest))
 
     def next(self, deadline: Deadline, what: str) -> ControlMessage:
-        """The next message of this attempt, never a PING.
+        """The next message of this attempt; PINGs are skipped.
 
         Raises:
             TransferEnded: the sender ended the publish or died.
@@ -345,7 +349,7 @@ class ReceiverChannel:
         return message
 
     def require(self, message: ControlMessage, kind: Kind, value: int | None, what: str) -> None:
-        """Raises WeightTransferError: the message is of another kind, or of another value than one that is not None."""
+        """Raises WeightTransferError: another kind, or another value than `value` (None allows any)."""
         if message.kind is not kind or value not in (None, message.value):
             raise self._unexpected(message, f"{kind.name} {value}", what)
 

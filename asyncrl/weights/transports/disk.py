@@ -1,8 +1,8 @@
 """Sends weights through a file system that all sides share: one directory per publish, in Hugging Face's layout.
 
-This is the slowest transport and needs the least: files, and a TCP connection for the control messages. The newest
-complete publish stays until the next one or the end of the sender. Together with the model's config, `from_pretrained`
-can load it, if it holds all weights (encoding full).
+The slowest transport with the fewest requirements: files, and a TCP connection for control messages. The newest
+complete publish stays until the next one or the sender's exit. With encoding full, `from_pretrained` can load it
+together with the model's config.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from asyncrl.weights.transports.shards import ShardReader, ShardWriter, plan_sha
 logger = logging.getLogger(__name__)
 
 _DIGEST = "xxh3"
-"""Both sides digest what lies in the host's memory."""
+"""Both sides compute digests in host memory."""
 
 
 class PublishDirectory:
     """A sender's own directory below `root`, with the newest complete publish as `publish-<id>`.
 
-    A lock beside it says that its owner lives (`weights/lock_files.py`). Leftovers of dead owners of this machine are
-    removed; those of other machines stay, because their locks may not be seen from here.
+    A lock file with its name shows that the owner is alive (`weights/lock_files.py`). Leftovers of dead owners on this
+    machine are removed; other machines' leftovers stay, because their locks may not be visible here.
     """
 
     def __init__(self, root: Path) -> None:
@@ -101,8 +101,8 @@ class DiskSender:
         """
         Args:
             host: an address of this machine that receivers reach.
-            directory: where publishes are written, at the same path for all receivers; "" is the system's directory for
-                temporary files, which serves receivers on this machine.
+            directory: where publishes are written, at the same path for all receivers; "": the temporary directory, for
+                receivers on this machine only.
         """
         if num_receivers < 1:
             raise ConfigError(explain("a transfer over disk", f"{num_receivers} receivers", "use at least 1"))
@@ -173,7 +173,7 @@ class DiskSender:
         weights: Iterable[tuple[str, torch.Tensor]],
         deadline: Deadline,
     ) -> Digest | None:
-        """Returns when the publish is complete under its name; leaves nothing of it after an error."""
+        """Returns once the publish is complete under its final name; removes it on an error."""
         packer, writer = Packer(manifest, weights, _DIGEST), None
         try:
             path = directory.begin(manifest.publish_id)
@@ -189,6 +189,7 @@ class DiskSender:
                 for piece in bucket.slices:
                     end = piece.bucket_offset + piece.nbytes
                     writer.write(piece.tensor, piece.offset, self._buffer[piece.bucket_offset : end])
+            # All files are synced before the rename: a publish under its final name is always whole.
             digest = packer.finish()
             writer.finish()
             directory.complete(manifest.publish_id)
@@ -239,7 +240,8 @@ class DiskReceiver:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _directory(self, manifest: Manifest) -> Path:
-        """Where the publish will be. Raises WeightTransferError: this process does not see the sender's directory."""
+        """Path of the publish, before it exists. Raises WeightTransferError: the sender's directory is not visible
+        here."""
         directory = Path(self._source.directory)
         if not directory.is_dir():
             do = "set weights.disk_directory to a directory that the trainer and all replicas see under one path"

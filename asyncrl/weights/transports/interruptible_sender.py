@@ -14,7 +14,7 @@ from asyncrl.weights.transport import WeightSender
 from asyncrl.weights.transports.control_channel import Deadline
 
 _CLOSE_MARGIN_S = 10.0
-"""How long after its deadline a send may still take to end."""
+"""Longest time that a send takes to end after its deadline."""
 
 
 @runtime_checkable
@@ -22,15 +22,15 @@ class Interruptible(Protocol):
     """A sender whose waits can be ended before their deadline."""
 
     def interrupt(self) -> None:
-        """Makes a send in progress end with WeightTransferError soon. From any thread."""
+        """Makes a send in progress raise WeightTransferError soon. From any thread."""
         ...
 
 
 class GuardedSender:
-    """A `WeightSender` that other threads may use too.
+    """A thread-safe `WeightSender`.
 
     A second `send` is refused while one is in progress. `close` and `open` end a send in progress with
-    WeightTransferError (at its next tensor or message, or at its deadline) and wait for that.
+    WeightTransferError (at its next tensor or message, or at its deadline) and wait for its end.
     """
 
     def __init__(self, sender: WeightSender) -> None:
@@ -42,8 +42,8 @@ class GuardedSender:
         self._deadline = Deadline(0.0)
 
     def open(self) -> TransferSource:
-        """As `WeightSender.open`, in place of what was open. Raises as `close`, WeightTransferError: this thread is in
-        the middle of a send."""
+        """As `WeightSender.open`; replaces an open sender. Raises as `close`, and WeightTransferError: this thread is
+        in the middle of a send."""
         if self._thread == threading.get_ident():
             raise self._busy("open the sender")
         self.close()
@@ -51,7 +51,7 @@ class GuardedSender:
         return self._sender.open()
 
     def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
-        """As `WeightSender.send`. Raises WeightTransferError: another send is in progress, which goes on."""
+        """As `WeightSender.send`. Raises WeightTransferError: another send is in progress and continues."""
         if not self._turn.acquire(blocking=False):
             raise self._busy(f"send publish {manifest.publish_id}")
         self._thread, self._publish_id = threading.get_ident(), manifest.publish_id
@@ -65,16 +65,17 @@ class GuardedSender:
             self._turn.release()
 
     def close(self) -> None:
-        """As `WeightSender.close`. Called inside a send of this thread (by a signal handler, say) it returns at once,
-        and that send closes on its way out.
+        """As `WeightSender.close`. Called during this thread's own send (by a signal handler, say), it returns
+        immediately, and the send closes when it ends.
 
-        Raises DeadlineExceeded: a send in progress did not end; what it holds stays until it does.
+        Raises DeadlineExceeded: a send in progress did not end; its memory is freed when it does.
         """
         self._closing.set()
         if isinstance(self._sender, Interruptible):
             self._sender.interrupt()
         if self._thread == threading.get_ident():
             return
+        # The lock is free once the send has returned; only then may its buffers be freed.
         patience_s = self._deadline.remaining_s() + _CLOSE_MARGIN_S
         if not self._turn.acquire(timeout=patience_s):
             found = f"publish {self._publish_id} did not end within {patience_s:.1f} s"

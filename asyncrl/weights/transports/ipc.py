@@ -1,12 +1,12 @@
 """Sends weights to receivers on the same machine: a ring of slots that every receiver reads in place.
 
-The sender writes a bucket once, whatever the number of receivers. With two or more slots it fills one while the
-receivers read another. A slot is written again only after every receiver has acknowledged it. Small slots are faster: a
-bucket of a few MiB is still in the processor's cache when the receivers read it.
+The sender writes each bucket once for all receivers. With two or more slots it fills one while receivers read another;
+a slot is reused only after every receiver has acknowledged it. Small slots are faster: a bucket of a few MiB is still
+in the CPU's cache when the receivers read it.
 
-The ring lies in shared memory. A sender of GPU tensors also offers one in the GPU's memory (`media.py`), and each
-publish uses that one if every receiver says that it has mapped it. Otherwise the shared memory is pinned at both ends:
-a bucket is packed in the ring of the GPU, and leaves for that in shared memory while the next is packed.
+The ring is in shared memory. A sender of GPU tensors also offers a ring in GPU memory (`media.py`), which a publish
+uses if every receiver has mapped it. Otherwise the shared memory is pinned at both ends: a bucket is packed in the
+GPU's ring and copied to shared memory while the next is packed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _PAGE_BYTES = 4096
 _PROOF_BYTES = 16
 _SHARED, _DEVICE = 0, 1
-"""Values of READY, the best medium that a receiver can read, and of BEGIN, the medium that the publish uses."""
+"""Values of READY (the best medium that a receiver can read) and BEGIN (the medium that the publish uses)."""
 
 MakeMedium = Callable[[int], Medium]
 MakeStage = Callable[[Sequence[torch.Tensor]], Stage]
@@ -63,10 +63,10 @@ class IpcSender:
     ) -> None:
         """
         Args:
-            num_slots: buckets that can be in transfer at once; the memory is `num_slots * bucket_bytes`.
+            num_slots: buckets that can be in transfer concurrently; the memory is `num_slots * bucket_bytes`.
             device: where the weights live.
-            make_medium: makes device memory of so many bytes; by default that of `device`, if it is a GPU.
-            make_stage: makes the way from that memory to shared memory.
+            make_medium: allocates device memory of the given size; default: on `device`, if it is a GPU.
+            make_stage: makes the copier from device memory to shared memory.
         """
         if num_slots < 1 or num_receivers < 1:
             raise ConfigError(
@@ -126,6 +126,7 @@ class IpcSender:
             if stage is not None and manifest.buckets and packer.device_of(manifest.buckets[0]) == stage.place.device:
                 _send_staged(manifest, packer, stage, slots, channel, deadline)
             else:
+                # A slot is free once every receiver has acknowledged its previous bucket.
                 for bucket in manifest.buckets:
                     channel.wait_acked(bucket.index - len(slots), deadline)
                     packer.pack(bucket, slots[bucket.index % len(slots)])
@@ -158,8 +159,8 @@ class IpcSender:
             self._segment = None
 
     def _make_ring(self, segment: SharedSegment) -> bytes:
-        """Makes the ring in device memory and returns its proof, or that in shared memory and returns b"". Shared
-        memory beside a device's is taken only once a publish needs it."""
+        """Makes the ring in device memory and returns its proof; without device memory, makes it in shared memory and
+        returns b"". With a device ring, shared memory is reserved only once a publish needs it."""
         if self._make_medium is not None:
             try:
                 self._medium = self._make_medium(self._ring_bytes + _PROOF_BYTES)
@@ -193,9 +194,9 @@ class IpcSender:
 
 
 class IpcReceiver:
-    """Implements `WeightReceiver`. The sink's views lie in the ring itself: nothing is copied on the way to it. Only a
-    bucket in the memory of another device than the sink's is copied there first, whole, unless it is the host that
-    reads it: the sender may then write the slot again, and digests and sinks take nothing of the sender's GPU."""
+    """Implements `WeightReceiver`. The sink reads views of the ring itself, without a copy. Only a bucket on another
+    device than the sink's is first copied there whole, unless the host digests it: the sender can then reuse the slot,
+    and digests and sinks do not use the sender's GPU."""
 
     def __init__(
         self,
@@ -228,7 +229,8 @@ class IpcReceiver:
                 what = f"read bucket {bucket.index} of {len(manifest.buckets)}"
                 channel.expect(Kind.BUCKET, bucket.index, deadline, what)
                 slot = slots[bucket.index % len(slots)][: bucket.nbytes]
-                own = slot.to(device, non_blocking=True)  # the slot itself, where that is its device
+                own = slot.to(device, non_blocking=True)  # the slot itself if already on that device
+                # Read in place before the ACK frees the slot; a copy is read after it, so the sender need not wait.
                 if own is slot:
                     unpacker.unpack(bucket, slot)
                 medium.synchronize()
@@ -255,11 +257,11 @@ class IpcReceiver:
         self._mapped = self._shared = None
 
     def _digests_there(self, manifest: Manifest) -> bool:
-        """Digests and differences are computed where the sink's tensors live; otherwise in host memory."""
+        """True if the sink's device digests the publish; differences and kept weights need host memory."""
         return self._source.digest == "words" and manifest.encoding != "delta" and not manifest.is_kept
 
     def _attach(self) -> ReceiverChannel:
-        """Joins the sender, once. Raises TransferEnded: it has died. WeightTransferError: it is on another machine."""
+        """Attaches to the sender once. Raises TransferEnded: it died. WeightTransferError: it is on another machine."""
         if self._channel is None:
             try:
                 self._shared = HostMapping(attach(self._source.path), self._device)
@@ -269,6 +271,7 @@ class IpcReceiver:
                 found = f"the trainer is on {self._source.host}, this replica on {platform.node()}"
                 do = "set weights.transport=collective: ipc serves one machine"
                 raise WeightTransferError(explain("receive weights by ipc", found, do)) from error
+            # A failed mapping is not an error: READY carries the reason, and the publish uses shared memory.
             if self._source.device_memory:
                 try:
                     self._mapped, self._note = self._map_device(), ""
@@ -278,7 +281,7 @@ class IpcReceiver:
         return self._channel
 
     def _map_device(self) -> Mapping:
-        """Raises WeightTransferError: it cannot be mapped from here."""
+        """Maps the sender's device memory. Raises WeightTransferError: this process cannot."""
         mapping = self._open_medium(self._source.device_memory, self._device)
         proof = mapping.data[-_PROOF_BYTES:].cpu().numpy().tobytes()
         if proof != self._source.proof:
@@ -292,6 +295,7 @@ class IpcReceiver:
         if kind == _DEVICE and self._mapped is not None:
             return self._mapped
         assert self._shared is not None, "a receiver attaches before it joins"
+        # The sender reserved its shared memory after this process attached.
         if not self._shared.data.numel():
             self._shared = HostMapping(attach(self._source.path), self._device)
         return self._shared
@@ -305,7 +309,7 @@ def _send_staged(
     channel: SenderChannel,
     deadline: Deadline,
 ) -> None:
-    """Each bucket leaves the GPU while the next is gathered and packed."""
+    """Copies each bucket to shared memory while the next is gathered and packed."""
     last = len(manifest.buckets) - 1
     try:
         for bucket in manifest.buckets:
@@ -316,7 +320,7 @@ def _send_staged(
             channel.wait_acked(bucket.index - len(slots), deadline)
             stage.begin(slots[bucket.index % len(slots)][: bucket.nbytes])
     finally:
-        stage.wait()  # whatever ends it: nothing writes to the ring of the next publish
+        stage.wait()  # also on errors: no copy may write into the next publish's ring
     channel.tell(Kind.BUCKET, last)
 
 

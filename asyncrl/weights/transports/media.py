@@ -1,7 +1,7 @@
 """The memory of an `ipc` ring: shared memory, or GPU memory.
 
-A medium is memory of the sender that receivers map. A receiver must try to find out whether it can map the memory of a
-GPU: its own GPU may not reach it. The ring (`ipc.py`) uses shared memory unless all receivers succeeded.
+A medium is memory of the sender that receivers map. Whether a receiver can map GPU memory shows only when it tries: its
+own GPU may not reach the sender's. The ring (`ipc.py`) uses shared memory unless all receivers succeed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.weights.pinned_memory import pin, unpin
 _CPU = torch.device("cpu")
 
 EXPORTED = ("handle", "size", "offset", "counter", "counter_offset", "event", "event_sync")
-"""The fields that torch exports of a storage besides the device, in the order of `_new_shared_cuda`."""
+"""The fields, after the device, that torch exports for a storage, in the order of `_new_shared_cuda`."""
 
 
 class Mapping(Protocol):
@@ -30,7 +30,7 @@ class Mapping(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Returns when every copy to or from `data` that this thread has begun is complete."""
+        """Waits for all copies to or from `data` that this thread has begun."""
         ...
 
     def close(self) -> None:
@@ -42,13 +42,13 @@ class Medium(Mapping, Protocol):
     """The owner's view."""
 
     def describe(self) -> str:
-        """What receivers need to map it: plain text."""
+        """Plain text from which receivers map it."""
         ...
 
 
 class OpenMedium(Protocol):
     def __call__(self, description: str, device: torch.device) -> Mapping:
-        """Maps what `Medium.describe` describes, for a receiver whose tensors live on `device`.
+        """Maps the memory of a `Medium.describe`, for a receiver whose tensors live on `device`.
 
         Raises WeightTransferError: this process cannot; the message says why.
         """
@@ -56,11 +56,11 @@ class OpenMedium(Protocol):
 
 
 class HostMapping:
-    """Shared memory, for tensors on one device. Beside a GPU it is pinned, if the driver can: copies are then several
-    times as fast, and run beside other work."""
+    """Shared memory, for tensors on one device. For a GPU it is pinned if the driver can: copies are then several times
+    faster and asynchronous."""
 
     def __init__(self, data: torch.Tensor, device: torch.device = _CPU) -> None:
-        """`data`: [nbytes] uint8. `device`: of what is copied to and from it."""
+        """`data`: [nbytes] uint8. `device`: the other end of the copies."""
         self.data = data
         self._device = device
         self._is_pinned = device.type == "cuda" and data.numel() > 0 and pin(data, device)
@@ -77,9 +77,8 @@ class HostMapping:
 
 
 class Stage:
-    """Buckets on their way from a GPU to host memory. Each is packed into a buffer of the GPU and leaves it on a stream
-    of its own, while the next is gathered and packed into the other buffer. On a CPU each step is done when it
-    returns."""
+    """Copies buckets from a GPU to host memory on its own stream, while the next bucket is gathered and packed into
+    another buffer. On a CPU every step is synchronous."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         """`buffers`: [bucket bytes] uint8 each, at least two, on one device."""
@@ -89,12 +88,12 @@ class Stage:
 
     @property
     def place(self) -> torch.Tensor:
-        """Where the next bucket is packed. Nothing reads it any more once the copy before the last one is complete."""
+        """The buffer for the next bucket; free once the copy before the last one is complete."""
         return self._buffers[self._turn]
 
     def begin(self, slot: torch.Tensor) -> None:
-        """Begins to copy the packed bucket to `slot`, [bucket bytes] uint8, after all that was begun on the current
-        stream. The copy before must be complete."""
+        """Begins to copy the packed bucket to `slot`, [bucket bytes] uint8, after the pending work of the current
+        stream. The previous copy must be complete."""
         packed = self.place[: len(slot)]
         if self._stream is None:
             slot.copy_(packed)
@@ -105,20 +104,21 @@ class Stage:
         self._turn = (self._turn + 1) % len(self._buffers)
 
     def wait(self) -> None:
-        """Returns when every copy that was begun is complete."""
+        """Waits for all copies."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class CudaMedium:
-    """Memory of one GPU, exported by CUDA IPC. Closed, it is kept for the next of the same size: torch frees exported
-    memory when its count of receivers is zero, and it falls below where one of them closed before the sender."""
+    """Memory of one GPU, exported by CUDA IPC. After `close` it is kept for the next medium of its size: torch frees
+    exported memory when its count of receivers is exactly zero, and the count goes negative if a receiver closes
+    first."""
 
     _kept: ClassVar[dict[tuple[type, int, torch.device], CudaMedium]] = {}
 
     @classmethod
     def take(cls, nbytes: int, device: torch.device) -> Self:
-        """One that was closed, or a new one. Raises as `CudaMedium`."""
+        """Reuses a closed medium of this size, or makes one. Raises as `CudaMedium`."""
         kept: Any = cls._kept.pop((cls, nbytes, device), None)
         return cls(nbytes, device) if kept is None else kept
 
@@ -169,7 +169,7 @@ class CudaMapping:
             raise _cannot(asked, error) from error
 
     def synchronize(self) -> None:
-        """Both: a copy between GPUs runs on a stream of its source."""
+        """Waits on both GPUs: a copy between GPUs runs on a stream of its source."""
         torch.cuda.current_stream(self._source).synchronize()
         torch.cuda.current_stream(self._device).synchronize()
 
@@ -189,7 +189,7 @@ def encode_export(uuid: str, fields: dict[str, Any]) -> str:
 
 
 def decode_export(description: str) -> tuple[str, dict[str, Any]]:
-    """The inverse of `encode_export`: bytes again where torch takes bytes, in the order of its arguments."""
+    """The inverse of `encode_export`: (uuid, fields in the order of torch's arguments)."""
     plain = json.loads(description)
     fields = {name: plain[name] for name in EXPORTED}
     for name in ("handle", "counter", "event"):
@@ -198,7 +198,7 @@ def decode_export(description: str) -> tuple[str, dict[str, Any]]:
 
 
 def visible_gpu(uuid: str) -> int | None:
-    """The index that this process gives to a GPU; None if it does not see it."""
+    """The index of a GPU in this process; None if it is not visible."""
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return index

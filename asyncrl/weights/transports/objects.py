@@ -1,9 +1,9 @@
 """Sends weights through object storage: an object for each bucket below a URL that fsspec knows (s3://, gs://, az://).
 
-For fleets that share no file system with the trainer; a TCP connection still carries the control messages. Objects are
-uploaded and fetched `AT_ONCE` at a time, since one connection to an object store is slow, and receivers fetch the first
-ones while the last are made. The objects of a publish are deleted at its end. What a sender that was killed has left
-stays: let the bucket expire old objects.
+For fleets that share no file system with the trainer; control messages still need a TCP connection. `AT_ONCE` objects
+are uploaded or fetched concurrently, because one connection to an object store is slow, and receivers fetch the first
+objects while later ones are uploaded. The objects of a publish are deleted at its end. Objects of a killed sender stay:
+configure the storage bucket to expire old objects.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AT_ONCE = 4
-"""Objects that a sender uploads, or a receiver fetches, at the same time; as many buckets are in memory."""
+"""Concurrent uploads of a sender or fetches of a receiver; equals the buckets held in memory."""
 CLEAN_UP_S = 30.0
-"""Longest wait for the store to delete what is no longer needed."""
+"""Longest wait for the store to delete objects."""
 _LOOK_S = 0.02
 _DIGEST = "xxh3"
 
@@ -83,6 +83,7 @@ class ObjectSender:
         channel, deadline = self._channel, Deadline(timeout_s)
         self._attempts += 1
         place = f"{self._name}/{self._attempts}"
+        # An attempt has its own prefix, so late uploads of a failed one cannot mix with the next.
         uploads: deque[Future[None]] = deque()
         try:
             channel.gather(manifest, deadline)
@@ -121,7 +122,7 @@ class ObjectSender:
         put: Callable[[int, bytes], None],
         uploads: deque[Future[None]],
     ) -> Digest | None:
-        """Returns when all buckets are in the store, and the receivers know of each. `uploads`: those under way."""
+        """Returns once all buckets are in the store and announced to the receivers. `uploads`: in progress."""
         packer, told, channel = Packer(manifest, weights, _DIGEST), 0, self._channel
         assert channel is not None, "it is open"
 
@@ -145,6 +146,7 @@ class ObjectSender:
             data = self._buffer[: bucket.nbytes].numpy().tobytes()
             uploads.append(in_thread(partial(put, bucket.index, data)))
         digest = packer.finish()
+        # All buckets are packed; announce the last uploads in order.
         while uploads:
             tell_next()
         return digest
@@ -164,7 +166,7 @@ class ObjectReceiver:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
-        """Raises ConfigError, besides what `WeightReceiver.receive` raises: fsspec cannot serve the URL here."""
+        """As `WeightReceiver.receive`. Raises ConfigError too: fsspec cannot serve the URL here."""
         if self._channel is None or self._store is None:
             self._store = ObjectStore(self._source.directory)
             self._channel = ReceiverChannel(self._source.endpoint, self._source.receiver, self._source.key)
@@ -202,20 +204,22 @@ class ObjectReceiver:
         deadline: Deadline,
         get: Callable[[Bucket], bytes],
     ) -> Digest | None:
-        """Fetches the buckets that are told to be there, and applies them in order."""
+        """Fetches announced buckets concurrently and applies them in order."""
         unpacker, buckets = Unpacker(manifest, sink, self._source.digest), manifest.buckets
         fetches: deque[Future[bytes]] = deque()
         told = begun = applied = 0
         while applied < len(buckets):
+            # Phase 1: start fetches of announced buckets, at most AT_ONCE.
             while begun < told and len(fetches) < AT_ONCE:
                 fetches.append(in_thread(partial(get, buckets[begun])))
                 begun += 1
+            # Phase 2: apply the oldest finished fetch, or wait for the next announcement.
             bucket = buckets[applied]
             what = f"fetch bucket {bucket.index} of {len(buckets)} from {self._source.directory}"
             if fetches and fetches[0].done():
                 fetch = fetches.popleft()
                 while fetch.exception() is not None and channel.poll(_LOOK_S, what) is not None:
-                    pass  # raises if the sender has ended it: then the objects are gone
+                    pass  # `poll` raises if the sender ended the publish: a better error than the missing object
                 self._apply(unpacker, bucket, _outcome(fetch, what), what)
                 channel.ack(bucket.index)
                 applied += 1
@@ -246,7 +250,7 @@ def _late(asked: str, deadline: Deadline) -> DeadlineExceeded:
 
 
 def _clean_up(store: ObjectStore, name: str, first: tuple[Future[None], ...]) -> None:
-    """Deletes what is below `name` once `first` has ended."""
+    """Deletes the objects below `name` once `first` has ended."""
     wait(first, timeout=CLEAN_UP_S)
     try:
         store.remove(name)

@@ -1,4 +1,4 @@
-"""A process group for broadcasts, beside torch.distributed's default group; a failure replaces it by a new generation.
+"""A process group for broadcasts, separate from torch.distributed's default group; replaced after a failure.
 
 Replicas come and go, so the trainer's own group must not contain them. The backend is therefore built directly over a
 store that the sender hosts. Each generation of the group has its own keys in that store.
@@ -29,24 +29,24 @@ from asyncrl.weights.transports.control_channel import Deadline
 logger = logging.getLogger(__name__)
 
 Watch = Callable[[], None]
-"""Called every few milliseconds of a wait; ends it by raising, for example what the other side reports."""
+"""Called every few milliseconds during a wait; ends the wait by raising, e.g. an error that the other side reports."""
 
 _GLOO_THREADS = 2
-"""Two broadcasts are in transfer at once; each occupies a thread."""
+"""Two broadcasts are in transfer concurrently; each occupies a thread."""
 _STORE_TIMEOUT = timedelta(seconds=300)
 _LOOK = timedelta(milliseconds=20)
 """Longest time between two calls of `watch` over gloo."""
 _POLL_S = 0.0005
-"""The same over NCCL, whose own wait looks every 10 ms only."""
+"""The same over NCCL, whose own wait polls only every 10 ms."""
 _ABORT_S = 1.0
-"""Longest wait for the end of a group; after it the end is left to its thread."""
+"""Longest wait for a group to end; then its thread is abandoned."""
 _WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
 _LOGS = "look at the logs of the trainer and the replicas; the next publish forms a new group"
 
 
 def host_store(host: str, world_size: int | None = None, timeout: timedelta = _STORE_TIMEOUT) -> dist.TCPStore:
-    """A store at an ephemeral port of `host`, and at no other address of this machine, as TCPStore's own would be. It
-    has no authentication: any process that reaches the address can read and write it."""
+    """A store on an ephemeral port of `host` only; TCPStore by itself would listen on all addresses. It has no
+    authentication: any process that reaches the address can read and write it."""
     with socket.create_server((host, 0)) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(
@@ -58,7 +58,7 @@ def host_store(host: str, world_size: int | None = None, timeout: timedelta = _S
             timeout=timeout,
             master_listen_fd=listener.fileno(),
         )
-        listener.detach()  # it is the store's now
+        listener.detach()  # the store owns the socket
     return store
 
 
@@ -73,7 +73,7 @@ def join_store(address: str, deadline: Deadline) -> dist.TCPStore:
 
 
 class BroadcastFailed(WeightTransferError):
-    """A peer closed its connection, or the group itself failed: the cause is known there."""
+    """A peer closed its connection, or the group itself failed; the peer knows the cause."""
 
 
 class BroadcastGroup:
@@ -93,12 +93,12 @@ class BroadcastGroup:
         self._works: deque[dist.Work] = deque()
 
     def form(self, deadline: Deadline, watch: Watch) -> None:
-        """Returns when all ranks have come and can broadcast.
+        """Returns once all ranks have joined and can broadcast.
 
-        Neither gloo's rendezvous nor the making of an NCCL communicator can be interrupted, and the latter has no
-        deadline. They run in a thread of their own, which is left behind when they do not end in time.
+        Neither gloo's rendezvous nor NCCL's communicator setup can be interrupted, and NCCL's has no deadline. They run
+        in a thread that is abandoned if they do not end in time.
 
-        Raises DeadlineExceeded: some ranks did not come. What `watch` raises.
+        Raises DeadlineExceeded: some ranks did not join. Also raises the errors of `watch`.
         """
         device = self._device
         if device.type == "cuda" and device.index is None:
@@ -139,13 +139,13 @@ class BroadcastGroup:
     def wait(self, deadline: Deadline, what: str, watch: Watch) -> None:
         """Returns when the oldest work is done (CUDA: ordered before the next kernel of the current stream).
 
-        It looks whether the work is done and never waits in NCCL: NCCL does not notice that a peer has died, and when
-        its own wait is late it aborts the communicator, for which torch ends the process.
+        Polls and never waits in NCCL: NCCL does not notice a dead peer, and when its own wait times out it aborts the
+        communicator, upon which torch kills the process.
 
         Raises:
-            DeadlineExceeded: it was not done in time.
+            DeadlineExceeded: the work was not done in time.
             BroadcastFailed: a peer closed its connection.
-            What `watch` raises.
+            Also the errors of `watch`.
         """
         while not self._is_done(what, deadline):
             watch()
@@ -155,7 +155,7 @@ class BroadcastGroup:
             if self._device.type == "cuda":
                 time.sleep(_POLL_S)
             else:
-                with suppress(RuntimeError):  # it is not done yet, or it failed: the next look finds out
+                with suppress(RuntimeError):  # not done yet, or failed: the next poll tells
                     self._works[0].wait(min(_LOOK, _left(deadline)))
         self._works.popleft()
 
@@ -163,7 +163,7 @@ class BroadcastGroup:
         if not self._works[0].is_completed():
             return False
         try:
-            self._works[0].wait(timedelta(seconds=1))  # at once: orders the stream, or raises what ended the work
+            self._works[0].wait(timedelta(seconds=1))  # returns immediately: orders the stream or raises
         except RuntimeError as error:
             if not deadline.remaining_s() or "timed out" in str(error).lower():
                 asked = f"{what} within {deadline.timeout_s:.1f} s"
@@ -172,8 +172,8 @@ class BroadcastGroup:
         return True
 
     def close(self) -> None:
-        """Drops the connections, which ends the waits of the peers. Pending work ends by its own deadline at the
-        latest, and gloo lets go only then. Idempotent."""
+        """Drops the connections, which ends the peers' waits. Gloo disconnects only once pending work has ended, at its
+        deadline at the latest. Idempotent."""
         held = [*self._works]
         self._works.clear()
         if self._backend is not None:
@@ -191,7 +191,7 @@ def _gloo(keys: dist.Store, rank: int, world_size: int, deadline: Deadline, host
 
 
 def _nccl(keys: dist.Store, rank: int, world_size: int, deadline: Deadline, device: torch.device) -> Any:
-    """A group whose communicator exists: NCCL makes it in the first broadcast, and there waits for all ranks."""
+    """A group with a ready communicator: NCCL creates it in the first broadcast, which waits for all ranks."""
     torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _left(deadline)
@@ -212,10 +212,10 @@ def _nccl(keys: dist.Store, rank: int, world_size: int, deadline: Deadline, devi
 
 @contextmanager
 def watchdog_spares_the_process() -> Iterator[None]:
-    """Inside, a new NCCL group gets no watchdog. By default that ends the process when a communicator fails or is
-    aborted: a lost replica would end the sender and every other receiver. Told to handle no errors, it still reports a
-    late or failed broadcast to the process's other groups, whose monitor ends the process minutes later. NCCL's groups
-    take this from the environment only; the groups of the trainer keep their default. `wait` looks at all work."""
+    """NCCL groups created inside get no watchdog. By default the watchdog kills the process when a communicator fails
+    or is aborted: one lost replica would end the sender and all receivers. With error handling disabled it still
+    reports late broadcasts to the process's other groups, whose monitor kills the process minutes later. NCCL reads
+    these settings from the environment only; the trainer's groups keep the defaults. `wait` checks all work instead."""
     before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
     os.environ.update(_WITHOUT_WATCHDOG)
     try:
@@ -229,8 +229,8 @@ def watchdog_spares_the_process() -> Iterator[None]:
 
 
 def _let_go(held: list[Any]) -> None:
-    """Aborts the backend, which is the last of `held`, and drops all of them: these must be the last references. A
-    peer that is stopped can make either wait: gloo for its pending work, NCCL for a kernel. So a thread does it."""
+    """Aborts the backend (the last of `held`) and drops all of `held`, which must be the last references. Runs in a
+    thread, because a stopped peer can block both: gloo on pending work, NCCL on a kernel."""
     calls = BlockingCalls("weights-abort")
     ending = calls.submit(lambda: _end(held))
     calls.close()
@@ -248,7 +248,7 @@ def _end(held: list[Any]) -> None:
 
 
 def _abort_late(joining: futures.Future[Any]) -> None:
-    """A group that forms after this side has left."""
+    """Aborts a group that forms after this side has given up."""
     if joining.exception() is None:
         _let_go([joining.result()])
 
@@ -262,20 +262,20 @@ def _options(deadline: Deadline) -> dist.BroadcastOptions:
 
 
 def sockets_towards(master: str) -> None:
-    """Makes groups that this process forms later use the interface of its route to `master`, unless GLOO_SOCKET_IFNAME
-    or NCCL_SOCKET_IFNAME say otherwise. By default gloo takes the address of the host's name, which on many machines is
-    one that others do not reach (`127.0.1.1 name` in /etc/hosts), and NCCL the first interface that is up. NCCL keeps
-    its choice for all groups of a process, so a route that does not leave the machine decides nothing for it."""
+    """Makes later groups of this process use the interface that routes to `master`, unless GLOO_SOCKET_IFNAME or
+    NCCL_SOCKET_IFNAME is set. By default gloo resolves the host's name, often to an unreachable address (`127.0.1.1
+    name` in /etc/hosts), and NCCL takes the first interface that is up. NCCL keeps its choice for all groups of a
+    process, so a loopback route leaves it unset."""
     address = _address_towards(master)
     name = interface_of(address)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if not ip_address(address).is_loopback:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # no other that begins with the name
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exact name, not a prefix
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has the IPv4 address; None: none has it."""
+    """The network interface of this machine with this IPv4 address, or None."""
     for name, places in psutil.net_if_addrs().items():
         if any(place.address == address for place in places):
             return name
@@ -290,7 +290,7 @@ def _address_towards(host: str) -> str:
 
 
 def _left(deadline: Deadline) -> timedelta:
-    """At least a millisecond: torch takes zero for its own default."""
+    """At least a millisecond: torch reads zero as its own default."""
     return timedelta(seconds=max(deadline.remaining_s(), 0.001))
 
 

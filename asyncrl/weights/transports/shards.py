@@ -1,8 +1,8 @@
 """Weights as files of Hugging Face's layout: safetensors shards and their index.
 
-The plan is pure, so that sender and receivers compute it alike from the manifest: which tensor lies in which file at
-which byte. Within a file, tensors of wider elements come first, so that each begins at a multiple of its element size.
-Source of the format: safetensors (8 bytes of length, a JSON header padded with spaces, the data without gaps).
+The plan (tensor -> file and byte) is a pure function of the manifest, so sender and receivers agree on it. Within a
+file, tensors of wider elements come first, so that each is aligned to its element size. Source of the format:
+safetensors (8 bytes of length, a JSON header padded with spaces, the data without gaps).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.weights.plan import DTYPE_BYTES
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
-"""A file is closed before it would grow beyond this, unless one tensor alone does."""
+"""Largest file, unless one tensor alone is larger."""
 
 _LENGTH = struct.Struct("<Q")
 _DTYPES = {
@@ -46,13 +46,13 @@ _DTYPES = {
     "uint64": "U64",
     "bool": "BOOL",
 }
-"""What safetensors calls each dtype that can be published (`plan.DTYPE_BYTES`)."""
+"""torch dtype -> name in safetensors, for every dtype of `plan.DTYPE_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """`names`, `headers`: of each file; the header is all bytes before the data. `places`: of each tensor of the
-    manifest, the number of its file and the byte of the file at which it begins."""
+    """`names`, `headers`: per file; a header is all bytes before the data. `places`: per tensor of the manifest, (file
+    number, first byte in the file)."""
 
     names: tuple[str, ...]
     headers: tuple[bytes, ...]
@@ -84,7 +84,7 @@ def plan_shards(tensors: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -
 
 
 def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
-    """The header of a file that holds these tensors, and where each of them begins in the file."""
+    """The header of a file of these tensors, and each tensor's first byte in the file."""
     order = sorted(range(len(specs)), key=lambda i: -DTYPE_BYTES[specs[i].dtype])
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = [0] * len(specs), 0
@@ -122,7 +122,7 @@ class ShardWriter:
         self._pwrite(data.numpy().data, start + offset)
 
     def finish(self) -> None:
-        """Writes what is left; all files and the directory are on the disk when it returns."""
+        """Writes the remaining files and the index; all are synced to disk on return."""
         self._advance(len(self._plan.names))
         self._open(INDEX_NAME)
         self._pwrite(memoryview(self._plan.index), 0)
@@ -137,6 +137,7 @@ class ShardWriter:
             self._fd = -1
 
     def _advance(self, shard: int) -> None:
+        # Also creates files without a slice of their own (tensors of zero bytes).
         while self._shard < shard:
             self._seal()
             self._shard += 1
@@ -163,8 +164,8 @@ class ShardWriter:
 
 
 class ShardReader:
-    """Reads one publish from `directory`. Files are read, not mapped: a file that shrinks under a mapping kills the
-    process that touches it."""
+    """Reads one publish from `directory`. Files are read, not mapped: touching a mapped file that shrank kills the
+    process."""
 
     def __init__(self, directory: Path, plan: ShardPlan) -> None:
         self._directory = directory
@@ -175,7 +176,7 @@ class ShardReader:
     def read(self, tensor: int, offset: int, out: torch.Tensor) -> None:
         """Fills `out`, [n] uint8 on the CPU, with bytes `[offset, offset + n)` of tensor number `tensor`.
 
-        Raises WeightTransferError: the file is gone, too short, or another than the plan's; the message names it.
+        Raises WeightTransferError: the named file is gone, too short, or not the plan's.
         """
         shard, start = self._plan.places[tensor]
         if shard != self._shard:
@@ -218,7 +219,7 @@ class ShardReader:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Names what the file system refused. Raises WeightTransferError in place of OSError."""
+    """Raises WeightTransferError, naming `path`, instead of OSError."""
     try:
         yield
     except OSError as error:
@@ -227,7 +228,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def sync_directory(directory: Path) -> None:
-    """The names in `directory` are on the disk when it returns."""
+    """Syncs the directory's entries to disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

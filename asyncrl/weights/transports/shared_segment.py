@@ -1,8 +1,8 @@
 """A named piece of POSIX shared memory that one process owns and others map.
 
-`multiprocessing.shared_memory` is not used: before Python 3.13 its resource tracker unlinks a segment when a process
-that only attached to it exits. Here the owner holds a lock on the file for as long as it lives
-(`weights/lock_files.py`): a file without a lock is left over, and the next owner on the machine removes it.
+`multiprocessing.shared_memory` is not used: before Python 3.13 its resource tracker unlinks a segment when an attached
+process exits. Here the owner locks the file while it lives (`weights/lock_files.py`); the next owner on the machine
+removes files without a lock.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class SharedSegment:
     """The owner's side: a file in shared memory, mapped, and the path of a socket that shares its name and fate."""
 
     def __init__(self, nbytes: int = 0) -> None:
-        """`nbytes`: as `reserve`; 0 takes the name alone. Raises ConfigError: there is no POSIX shared memory here, or
-        not enough of it."""
+        """`nbytes`: as `reserve`; 0 creates only the file. Raises ConfigError: no POSIX shared memory here, or not
+        enough."""
         if not SHARED_MEMORY.is_dir():
             raise ConfigError(
                 explain("shared memory for weights", f"no {SHARED_MEMORY}", "set weights.transport=collective")
@@ -39,13 +39,13 @@ class SharedSegment:
                 raise
 
     def reserve(self, nbytes: int) -> None:
-        """Takes the memory and maps it, unless that is done. Raises ConfigError: there is not enough."""
+        """Allocates and maps the memory; idempotent. Raises ConfigError: there is not enough."""
         if self.data.numel() == nbytes:
             return
         try:
             os.posix_fallocate(self._fd, 0, nbytes)
         except OSError as error:
-            os.ftruncate(self._fd, 0)  # what it did get
+            os.ftruncate(self._fd, 0)  # release the partial allocation
             raise ConfigError(
                 explain(
                     f"{nbytes} bytes of shared memory for weights",
@@ -56,7 +56,7 @@ class SharedSegment:
         self.data = _map(self._fd, nbytes)
 
     def close(self) -> None:
-        """Removes the file and the socket; the memory goes when the last view of it does. Idempotent."""
+        """Removes the file and the socket; the memory is freed with its last view. Idempotent."""
         if self._fd < 0:
             return
         self.socket_path.unlink(missing_ok=True)
@@ -67,7 +67,7 @@ class SharedSegment:
 
 
 def attach(path: str) -> torch.Tensor:
-    """[nbytes] uint8: another process's segment as it is now, whole. Unmapped when the last view of it is gone.
+    """[nbytes] uint8: another process's segment at its present size. Unmapped with its last view.
 
     Raises:
         TransferEnded: the segment is gone.

@@ -2,7 +2,7 @@
 
 Runs in: reward processes, tool processes.
 
-Blocking; one call is one program in processes of its own, all of which have ended when it returns.
+Blocking: a call runs one program in its own processes, all of which have ended on return.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEAVE_S = 2.0
 _TOLD_CHARS = 500
 _PREFIX = "asyncrl-sandbox-"
 _TOTAL_FILES = 16
-"""Files of the largest size that fit into the working directory, where it lies in memory."""
+"""Number of largest-size files that fit into a working directory in memory."""
 
 Level = Literal["namespaces", "seccomp", "basic"]
 Limit = Literal["", "time", "cpu", "memory", "output", "file", "processes"]
@@ -46,8 +46,8 @@ Limit = Literal["", "time", "cpu", "memory", "output", "file", "processes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """`timeout_s` is wall time; `cpu_s` and `memory_bytes` (address space) are of one process, `file_bytes` of one
-    file; `output_bytes` of standard output and of standard error each; `max_processes` counts threads too."""
+    """`timeout_s`: wall time. `cpu_s`, `memory_bytes` (address space): per process. `file_bytes`: per file.
+    `output_bytes`: for standard output and standard error each. `max_processes`: includes threads."""
 
     timeout_s: float = 6.0
     cpu_s: int = 5
@@ -61,11 +61,10 @@ class SandboxLimits:
 class SandboxResult:
     """How a program ended.
 
-    `exit_code`: as of subprocess, minus the signal that killed it; None when it was killed for a limit from outside, or
-    ended without a word on how.
-    `limit`: the limit that it met, as far as that can be told: "memory", "file" and "processes" also stand for an
-    exception of that kind that ended the program. `held`: what confined it, of "namespaces", "landlock" (or "mounts"),
-    "seccomp"; "basic" for no filter of system calls. `wall_s`: with the start of its processes.
+    `exit_code`: as in subprocess (-signal); None if it was killed for a limit from outside, or did not report. `limit`:
+    the limit that it hit, if known; "memory", "file" and "processes" include an exception of that kind. `held`: its
+    confinement, of "namespaces", "landlock" (or "mounts"), "seccomp"; "basic": no filter of system calls. `wall_s`:
+    includes starting the processes.
     """
 
     stdout: str
@@ -83,11 +82,11 @@ class SandboxResult:
 def run_python(
     program: str, stdin: str = "", limits: SandboxLimits | None = None, *, level: Level = "namespaces"
 ) -> SandboxResult:
-    """Runs a program and returns when it and everything that it started has ended.
+    """Runs a program; returns once it and its children have ended.
 
     Args:
-        stdin: what it reads from standard input, which then ends.
-        level: the strongest confinement to try; less where the kernel refuses it (`SandboxResult.held`).
+        stdin: its whole standard input.
+        level: the strongest confinement to try; weaker if the kernel refuses it (`SandboxResult.held`).
 
     Raises:
         OSError: the system gives no process, pipe or directory.
@@ -107,6 +106,7 @@ def run_python(
                 streams, met = _communicate(process, stdin.encode(errors="replace"), limits, started)
             finally:
                 _end(process)
+            # All processes have ended, so the pipe holds every report.
             outcome: dict[str, Any] = {}
             for line in _read_now(report).splitlines():
                 outcome |= json.loads(line)
@@ -126,10 +126,10 @@ def require_protection(asked: str, *, basic_allowed: bool, level: Level = "names
     """What confines programs on this machine, as `SandboxResult.held`.
 
     Args:
-        asked: the part of the recipe that runs programs; it has a key `allow_basic_sandbox`.
-        basic_allowed: less than Landlock and seccomp will do.
+        asked: the recipe's section that runs programs, with a key `allow_basic_sandbox`.
+        basic_allowed: accept less than Landlock and seccomp.
 
-    Raises ConfigError: it will not do, or no program can be run.
+    Raises ConfigError: the confinement is too weak, or no program can be run.
     """
     try:
         held = protection(level)
@@ -157,10 +157,10 @@ def remove_stale_sandboxes() -> None:
 
 @contextmanager
 def _directory() -> Iterator[str]:
-    """A new directory, gone afterwards. Its lock says that its owner lives; the kernel drops it however that ends."""
+    """A temporary directory. Its lock shows that the owner is alive; the kernel drops it however the owner exits."""
     remove_stale_sandboxes()
     while (lock := _locked(Path(directory := tempfile.mkdtemp(prefix=_PREFIX)))) is None:
-        pass  # another process has taken it for abandoned between creation and lock
+        pass  # another process removed it as abandoned between creation and lock
     try:
         yield directory
     finally:
@@ -169,7 +169,7 @@ def _directory() -> Iterator[str]:
 
 
 def _locked(directory: Path) -> int | None:
-    """A descriptor that holds the lock of `directory`; None when another holds it, or it is another user's or gone."""
+    """A descriptor that locks `directory`; None if it is locked, another user's, or gone."""
     try:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -185,7 +185,7 @@ def _locked(directory: Path) -> int | None:
 
 
 def _remove(directory: str) -> None:
-    """Removes what a program may have made, however deep and whatever its modes."""
+    """Removes the directory, whatever depth and file modes the program made."""
     try:
         os.chmod(directory, stat.S_IRWXU)
         while _flatten(directory):
@@ -196,7 +196,7 @@ def _remove(directory: str) -> None:
 
 
 def _flatten(directory: str) -> bool:
-    """Removes files and moves what lies in subdirectories up, so that no path grows long; False when all is gone."""
+    """Removes files and moves subdirectories' entries up, so that no path grows too long; False once empty."""
     with os.scandir(directory) as entries:
         found = list(entries)
     for entry in found:
@@ -207,7 +207,7 @@ def _flatten(directory: str) -> bool:
         with os.scandir(entry.path) as inside:
             for inner in list(inside):
                 if inner.is_dir(follow_symlinks=False):
-                    os.chmod(inner.path, stat.S_IRWXU)  # its parent changes, which is written into it
+                    os.chmod(inner.path, stat.S_IRWXU)  # moving a directory rewrites its `..` entry
                 os.rename(inner.path, os.path.join(directory, secrets.token_hex(8)))
         os.rmdir(entry.path)
     return bool(found)
@@ -249,7 +249,7 @@ def _launch(directory: str, limits: SandboxLimits, level: Level, report: int) ->
 def _communicate(
     process: subprocess.Popen[bytes], stdin: bytes, limits: SandboxLimits, started: float
 ) -> tuple[tuple[bytes, bytes], Limit]:
-    """What it wrote, cut at the limit, and the limit that ends it from outside, if any."""
+    """Its outputs, cut at the limit, and the limit that ends it from outside, if any."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -263,6 +263,7 @@ def _communicate(
             selector.register(stream, selectors.EVENT_READ)
         os.set_blocking(feeding, False)
         selector.register(process.stdin, selectors.EVENT_WRITE)
+        # Feed and read together: a program that blocks on a full pipe would otherwise never end.
         while selector.get_map() and not met:
             remaining = started + limits.timeout_s - time.monotonic()
             if remaining <= 0:
@@ -290,7 +291,7 @@ def _communicate(
 
 
 def _feed(pipe: int, left: memoryview) -> memoryview:
-    """Writes what the pipe takes; returns the rest, which is empty when the reading end is closed."""
+    """Writes as much as the pipe takes; returns the rest, which is empty if the reading end is closed."""
     try:
         return left[os.write(pipe, left[:_CHUNK_BYTES]) :] if len(left) else left
     except BlockingIOError:
@@ -307,8 +308,8 @@ def _read_now(pipe: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills what is left. With namespaces that is the kernel's work; without, nothing could leave the group, but at
-    the lowest level, where what has left it is looked for."""
+    """Kills remaining processes. With namespaces the kernel does; with seccomp nothing can leave the group; at level
+    basic, descendants outside the group are killed too."""
     kill_tree(process, _LEAVE_S)
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:

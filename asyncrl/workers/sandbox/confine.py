@@ -30,7 +30,7 @@ _LANDLOCK_PATH = 1
 _NOBODY = 65534
 _DEVICES_READ, _DEVICES_WRITTEN = ("/dev/zero", "/dev/random", "/dev/urandom"), ("/dev/null",)
 _DEVICE_LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
-"""Names in /dev -> what of /proc/self/fd they lead to."""
+"""Name in /dev -> entry of /proc/self/fd that it links to."""
 
 
 def libc() -> ctypes.CDLL:
@@ -38,23 +38,23 @@ def libc() -> ctypes.CDLL:
 
 
 def die_with_parent() -> None:
-    """Makes Linux kill this process when its parent ends. A change of user or namespace undoes it: call it
-    afterwards."""
+    """Makes Linux kill this process when its parent ends. Call it after a change of user or namespace, which undoes
+    it."""
     if sys.platform == "linux" and libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def hide_from_program() -> None:
-    """No other process of this user can read or trace this one, or write to its pipes: without a process namespace the
-    program sees it. An exec undoes it."""
+    """Prevents other processes of this user from reading or tracing this one: without a process namespace the program
+    sees it. An exec undoes this."""
     libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def leave_root(directory: str, needed: Iterable[str]) -> bool:
-    """Becomes the user nobody, who gets `directory`; False where `needed` files or the way to `directory` are closed to
-    others, or not root.
+    """Becomes user nobody, the new owner of `directory`. False if not root, or if `needed` files or the path to
+    `directory` are closed to others.
 
-    Only for another user than root does the kernel count processes against a limit.
+    The kernel does not apply the limit of processes to root.
     """
     if os.geteuid() != 0 or not all(_open_to_others(path) for path in (*needed, os.path.dirname(directory))):
         return False
@@ -82,9 +82,9 @@ def _open_to_others(path: str) -> bool:
 
 
 def enter_namespaces() -> bool:
-    """User, network, process, mount and IPC namespaces of its own; children are in the process namespace.
+    """Enters new user, network, process, mount and IPC namespaces; the process namespace holds for children.
 
-    False when the kernel refuses it, which distributions do at either step; this process must then not be used further.
+    False if the kernel refuses (distributions restrict either step); do not use this process further then.
     """
     uid, gid = os.geteuid(), os.getegid()
     flags = _CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWNS | _CLONE_NEWIPC
@@ -100,10 +100,10 @@ def enter_namespaces() -> bool:
 
 
 def mount_own(directory: str, total_bytes: int) -> tuple[bool, bool]:
-    """Inside of namespaces: `directory` in memory, /proc of this namespace, a /dev of harmless devices, everything else
-    read-only.
+    """Inside namespaces: mounts `directory` in memory, this namespace's /proc, a /dev of harmless devices; makes the
+    rest read-only.
 
-    Returns whether the files outside are read-only and their devices out of reach, and whether /proc is its own.
+    Returns (outside files are read-only and devices unreachable, /proc is its own).
     """
     c = libc()
     c.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
@@ -119,7 +119,7 @@ def mount_own(directory: str, total_bytes: int) -> tuple[bool, bool]:
 
 
 def _mount_devices(c: ctypes.CDLL) -> bool:
-    """A /dev of its own: a read-only mount still lets device nodes be written."""
+    """Mounts a private /dev: device nodes on a read-only mount can still be written."""
     devices = [path for path in (*_DEVICES_READ, *_DEVICES_WRITTEN) if os.path.exists(path)]
     handles = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in devices}
     if c.mount(b"tmpfs", b"/dev", b"tmpfs", _MS_NOSUID | _MS_NOEXEC, b"size=64k,nr_inodes=64,mode=755") != 0:
@@ -135,7 +135,7 @@ def _mount_devices(c: ctypes.CDLL) -> bool:
 
 
 def drop_capabilities() -> None:
-    """Takes all of them, for good: neither this process nor a program that it starts can get one back."""
+    """Drops all capabilities irrevocably, for this process and its children."""
     c = libc()
     c.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     for capability in range(_LAST_CAPABILITY + 1):
@@ -144,14 +144,15 @@ def drop_capabilities() -> None:
 
 
 def restrict_files(readable: Iterable[str], directory: str) -> bool:
-    """Landlock: reads and runs files below `readable` alone, writes below `directory` alone, and signals nobody
-    outside where the kernel knows that (6.12). False where it has none."""
+    """Landlock: allows reading and running only below `readable`, writing only below `directory`, and (Linux 6.12) no
+    signals to the outside. False if the kernel lacks it."""
     c = libc()
     abi = c.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
         return False
     files = (1 << {1: 13, 2: 14}.get(abi, 15)) - 1
     read = 0b1101  # execute, read a file, read a directory
+    # The ABI version decides which rights exist and how long the structure is.
     attributes = struct.pack("QQQ", files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     ruleset = c.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0)
@@ -163,9 +164,9 @@ def restrict_files(readable: Iterable[str], directory: str) -> bool:
         try:
             handle = os.open(path, getattr(os, "O_PATH", 0) | os.O_CLOEXEC)
         except OSError:
-            continue  # what is not there needs no right
+            continue  # absent files need no rule
         if not os.path.isdir(path):
-            access &= 0b111  # the others are rights on directories
+            access &= 0b111  # the other rights apply to directories
         c.syscall(_LANDLOCK_ADD, ruleset, _LANDLOCK_PATH, struct.pack("=Qi", access, handle), 0)
         os.close(handle)
     c.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -175,7 +176,7 @@ def restrict_files(readable: Iterable[str], directory: str) -> bool:
 
 
 def limit_resources(limits: dict[str, int], num_processes: int | None) -> None:
-    """`num_processes`: at most so many of this user in this namespace; None where that would count those outside."""
+    """`num_processes`: limit for this user in this namespace; None if it would count processes outside."""
     wanted = [
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1),
@@ -192,7 +193,7 @@ def limit_resources(limits: dict[str, int], num_processes: int | None) -> None:
         try:
             resource.setrlimit(kind, (soft, hard))
         except (OSError, ValueError):
-            pass  # macOS refuses a limit of the address space: docs/rewards.md says what holds there
+            pass  # macOS refuses a limit of the address space (docs/rewards.md)
 
 
 # -- seccomp -----------------------------------------------------------------------------------------------------------
@@ -225,14 +226,14 @@ _NEVER: dict[str, tuple[int | None, int | None]] = {
     "kexec_load": (246, 104),
     "init_module": (175, 105),
     "finit_module": (313, 273),
-    # what they hold counts against no limit of a process's memory
+    # their memory counts against no process's limit
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
 }
 _PROCESSES: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork": (58, None)}
-# without a process namespace it may reach nobody outside
+# without a process namespace: no access to processes outside
 _OTHERS: dict[str, tuple[int | None, int | None]] = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -248,7 +249,7 @@ _OTHERS: dict[str, tuple[int | None, int | None]] = {
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _SELF = -1
 """Stands for the process id of the program."""
-# (numbers, argument, the only values that it may have)
+# (numbers, argument, its allowed values)
 _ONLY: list[tuple[tuple[int, int], int, tuple[int, ...]]] = [
     ((302, 261), 0, (0, _SELF)),  # prlimit64: limits of the supervisor would end it
 ]
@@ -263,7 +264,7 @@ _ONLY_ALONE: list[tuple[tuple[int, int], int, tuple[int, ...]]] = [
     ((203, 122), 0, (0, _SELF)),  # sched_setaffinity
     ((314, 274), 0, (0, _SELF)),  # sched_setattr
 ]
-# (numbers, argument, values that it may not have): who owns a descriptor gets the signal of his choice
+# (numbers, argument, its forbidden values): the owner of a descriptor is sent a chosen signal
 _NOT: list[tuple[tuple[int, int], int, tuple[int, ...]]] = [
     ((72, 25), 1, (8, 10, 15)),  # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX
     ((16, 29), 1, (0x8901, 0x8902)),  # ioctl: FIOSETOWN, SIOCSPGRP
@@ -290,17 +291,19 @@ def _filter(column: int, architecture: int, single: bool, alone: bool) -> bytes:
         _instruction(_JUMP_GREATER_EQUAL, 0x40000000, 0, 1),  # the second table of x86_64
         _instruction(_RETURN, _KILL),
     ]
+    # Phase 1: calls that are refused whatever their arguments.
     never = [*_NEVER.values(), *(_PROCESSES.values() if single else ()), *(_OTHERS.values() if alone else ())]
     for numbers in never:
         if (number := numbers[column]) is not None:
             program += [_instruction(_JUMP_EQUAL, number, 0, 1), _instruction(_RETURN, refuse)]
-    # its flags lie in memory, which a filter cannot read: the C library then takes clone
+    # clone3's flags are in memory, which a filter cannot read: on ENOSYS the C library uses clone
     program += [_instruction(_JUMP_EQUAL, _CLONE3[column], 0, 1), _instruction(_RETURN, absent)]
     program += [_instruction(_JUMP_EQUAL, _CLONE[column], 0, 5 if single else 4), _instruction(_LOAD, _FIRST_ARGUMENT)]
     program += [_instruction(_JUMP_ANY_BIT, _CLONE_ANY_NAMESPACE, 1 if single else 0, 0 if single else 1)]
     if single:
         program += [_instruction(_JUMP_ANY_BIT, _CLONE_THREAD, 1, 0)]
     program += [_instruction(_RETURN, refuse), _instruction(_RETURN, _ALLOW)]
+    # Phase 2: calls that are refused by an argument.
     for numbers, argument, values in (*_ONLY, *(_ONLY_ALONE if alone else ())):
         pids = [os.getpid() if value == _SELF else value for value in values]
         checks = [_instruction(_JUMP_EQUAL, value, len(pids) - i, 0) for i, value in enumerate(pids)]
@@ -314,21 +317,21 @@ def _filter(column: int, architecture: int, single: bool, alone: bool) -> bytes:
 
 
 def _of_call(number: int, argument: int, checks: list[bytes]) -> list[bytes]:
-    """`checks` look at the lower half of an argument of one call; what passes them goes on with the call's number."""
+    """Applies `checks` to the lower half of one call's argument, then reloads the call's number."""
     load = _instruction(_LOAD, _FIRST_ARGUMENT + argument * _ARGUMENT_BYTES)
     skip = _instruction(_JUMP_EQUAL, number, 0, len(checks) + 2)
     return [skip, load, *checks, _instruction(_LOAD, _NUMBER)]
 
 
 def filter_calls(*, single: bool, alone: bool) -> bool:
-    """Refuses, for good, the calls that reach the network or the kernel's rarer parts.
+    """Irrevocably refuses calls that reach the network or rarely used parts of the kernel.
 
     Args:
-        single: refuse new processes too, not new threads.
-        alone: there is no process namespace around it: refuse signals to others as well. Call it in the process that
-            will be the program.
+        single: also refuse new processes, but not threads.
+        alone: there is no process namespace: also refuse signals to others. Call it in the process that becomes the
+            program.
 
-    Returns False where this machine or its kernel has no such filter.
+    Returns False if this machine or its kernel has no such filter.
     """
     known = _ARCHITECTURES.get(os.uname().machine) if sys.platform == "linux" else None
     if known is None:

@@ -1,9 +1,9 @@
 """Runs one confined program: `python -I -S launcher.py REQUEST`, started by `asyncrl.workers.sandbox.run_python`.
 
 REQUEST is JSON: the resource limits, `directory` (its working directory, which holds program.py), `readable` (paths
-that the program may read), `report` (descriptor that the outcome is written to, as JSON) and `level` (the strongest to
-try). Three processes with namespaces: this one, the first of the new process namespace (when it ends the kernel kills
-whatever is in there), and the program. Two without.
+that the program may read), `report` (descriptor for the outcome, as JSON) and `level` (the strongest to try). With
+namespaces there are three processes: this one, init of the new process namespace (at its end the kernel kills the
+rest), and the program. Without namespaces, two.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import confine
 _LOOK_EVERY_S = 0.01
 _NO_NAMESPACES = 77
 _TOO_MANY = 3
-"""Threads over the limit at which all are killed, where the kernel does not count them itself."""
+"""Threads above the limit at which all are killed, if the kernel does not count them."""
 
-# Where the kernel confines nothing: protects from accidents, not from a program that tries to escape.
+# Used if the kernel confines nothing: protects from accidents, not from a program that tries to escape.
 _BASIC = """
 import runpy, sys
 def _refuse(event, args, _d={directory!r}):
@@ -44,6 +44,7 @@ def main() -> None:
     os.set_inheritable(request["report"], False)
     os.chdir(request["directory"])
     confine.die_with_parent()
+    # A change of user resets the death signal, so it is set before and after.
     is_nobody = confine.leave_root(request["directory"], request["needed"])
     confine.die_with_parent()
     counts = is_nobody or os.geteuid() != 0
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def _in_namespaces(request: dict, counts: bool) -> bool:
-    """False when the kernel allows none; nothing has been run then."""
+    """False if the kernel allows no namespaces; nothing was run."""
     outside = os.fork()
     if outside:
         return os.waitstatus_to_exitcode(os.waitpid(outside, 0)[1]) != _NO_NAMESPACES
@@ -75,9 +76,10 @@ def _first(request: dict, counts: bool) -> None:
     """The first process of the namespace: waits for the program."""
     confine.die_with_parent()
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    counts = counts and release >= (5, 14)  # before, those of the user outside counted too
+    counts = counts and release >= (5, 14)  # older kernels also count the user's outside processes
     with open("program.py", "rb") as file:
         program = file.read()
+    # The mount hides the directory's files, so the program is written again.
     directory = request["directory"]
     read_only, own_proc = confine.mount_own(directory, request["total_bytes"] + len(program))
     os.chdir(directory)
@@ -87,6 +89,7 @@ def _first(request: dict, counts: bool) -> None:
     most = request["max_processes"]
     child = _fork()
     if child == 0:
+        # In the child: every step only takes rights away, so none can be undone by the program.
         confine.limit_resources(request, most + 2 if counts else None)
         confine.drop_capabilities()
         held = ["namespaces"]
@@ -99,7 +102,7 @@ def _first(request: dict, counts: bool) -> None:
 
 
 def _wait(child: int, most: int | None) -> tuple[int, str]:
-    """Status of the program, reaping what it leaves; ends early when there are more than `most` processes."""
+    """Status of the program; reaps its orphans, and ends early at more than `most` processes."""
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG if most is not None else 0)
         if ended == child:
@@ -111,14 +114,14 @@ def _wait(child: int, most: int | None) -> tuple[int, str]:
 
 
 def _num_inside() -> int:
-    """Processes and threads of this namespace, but for its first."""
+    """Processes and threads of this namespace, without its init."""
     count = -1
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 count += os.stat(f"/proc/{name}/task").st_nlink - 2
             except OSError:
-                pass  # it has ended since
+                pass  # it has ended
     return count
 
 
@@ -140,7 +143,7 @@ def _alone(request: dict) -> None:
 
 
 def _fork() -> int:
-    """As os.fork. The child goes on when this process can no longer be ended or read by it."""
+    """As os.fork. The child continues once it can neither kill nor read this process."""
     ready, told = os.pipe()
     child = os.fork()
     if child == 0:
@@ -154,18 +157,18 @@ def _fork() -> int:
     try:
         os.write(told, b".")
     except BrokenPipeError:
-        pass  # somebody has killed it already: its status says so
+        pass  # already killed: its status says so
     os.close(told)
     return child
 
 
 def _outlive() -> None:
-    """Protects the process that reports the outcome: the program must not end or read it."""
+    """Protects this process, which reports the outcome, from being killed or read by the program."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
         try:
             signal.signal(number, signal.SIG_IGN)
         except OSError:
-            pass  # the C library keeps some to itself
+            pass  # reserved by the C library
     confine.hide_from_program()
 
 

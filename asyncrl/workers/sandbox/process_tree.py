@@ -11,8 +11,8 @@ import psutil
 
 
 def kill_tree(process: subprocess.Popen[bytes], wait_s: float) -> bool:
-    """Kills a child that leads a group, its group, and its descendants in groups of their own. Returns False when the
-    child has not ended `wait_s` seconds later. Blocks. A descendant that left its parent too (a daemon) is not found.
+    """Kills a child, the group it leads, and its descendants in other groups. Blocks; returns False if the child has
+    not ended within `wait_s` seconds. Daemons (descendants without their parent) are not found.
     """
     below = []
     if process.poll() is None:
@@ -20,15 +20,15 @@ def kill_tree(process: subprocess.Popen[bytes], wait_s: float) -> bool:
             below = psutil.Process(process.pid).children(recursive=True)
     kill_group(process.pid)
     for child in below:
-        with suppress(psutil.Error):  # it went with the group
+        with suppress(psutil.Error):  # already killed with the group
             child.kill()
     try:
         process.wait(wait_s)
     except subprocess.TimeoutExpired:
-        return False  # in the kernel's hands: it ends when its system call does
+        return False  # it ends with its system call in the kernel
     return True
 
 
 def kill_group(group: int) -> None:
-    with suppress(OSError):  # all of it has ended
+    with suppress(OSError):  # the group has ended
         os.killpg(group, signal.SIGKILL)
