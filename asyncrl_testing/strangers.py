@@ -57,14 +57,10 @@ def stranger(source: TransferSource, manifest: Manifest, *, speaks_curve: bool) 
     try:
         socket.connect(source.endpoint)
         for kind in (Kind.READY, Kind.ACK, Kind.ERROR):
-<<<<<<< HEAD
             message = ControlMessage(kind, manifest.publish_id, 1, 1 << 20, layout_of(manifest)).encode()
             with suppress(zmq.Again):  # it was refused before it had said everything
                 socket.send(message, zmq.NOBLOCK)
-=======
-            socket.send(ControlMessage(kind, manifest.publish_id, 1, 1 << 20, layout_of(manifest)).encode())
         # Wait for the handshake's result: silence would prove nothing.
->>>>>>> t-e
         assert monitor.poll(int(1000 * TIMEOUT_S)), "neither let in nor refused"
         event = recv_monitor_message(monitor)["event"]
         assert event in _REFUSED, f"a stranger was let in: {event}"
