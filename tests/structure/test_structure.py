@@ -476,7 +476,7 @@ def test_the_glossary_has_the_words_of_the_types():
 
 
 def test_tested_md_names_tests_that_exist():
-    tested = (ROOT / "docs" / "tested.md").read_text()
+    tested = "".join((ROOT / "docs" / page).read_text() for page in ("tested.md", "comparison.md"))
     named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", tested))
     assert named
     gone = [
