@@ -82,7 +82,7 @@ def test_min_tokens_counts_draws_and_not_results(scheduled, number):
     require_sglang()
     import torch
 
-    from asyncrl.inference.sglang.host import LogitFilter
+    from asyncrl.inference.sglang.logit_filter import LogitFilter
 
     for at_least, barred in ((number - 1, False), (number, True)):
         filters = {"min_tokens": at_least, "barred": [3], "__req__": scheduled}

@@ -16,7 +16,7 @@ class Asked:
 
     Attributes:
         rid: unique and of fixed length, because SGLang aborts by prefix.
-        filters: parameters of `host.LogitFilter`, which replaces SGLang's own filters; None: no filters.
+        filters: parameters of `logit_filter.LogitFilter`, which replaces SGLang's own filters; None: no filters.
         stops: stop tokens that SGLang ignores and the host checks.
         experts: record the experts of the tokens.
     """
@@ -34,7 +34,7 @@ def asked(request: GenerationRequest, *, rid: str, extra_key: str, vocab_size: i
     """Converts the request, working around two limits of SGLang:
 
     It reports log-probabilities before its top-p and top-k, and ignores min_tokens if it has no tokenizer. Requests
-    with any of the three go through `host.LogitFilter` instead.
+    with any of the three go through `logit_filter.LogitFilter` instead.
 
     It checks either the model's own end tokens in addition to `stop_token_ids`, or no stop token at all. Here only
     `stop_token_ids` may end a response, so the host checks them if the model has an end token that is not among them.
