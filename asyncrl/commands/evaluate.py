@@ -35,7 +35,8 @@ from asyncrl.config.load import hidden_by, load, load_recipe
 from asyncrl.config.places import is_hub_model, is_place
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.model_files import check_model
-from asyncrl.data.rows import RenderedPrompts, to_record
+from asyncrl.data.prompts import RenderedPrompts
+from asyncrl.data.rows import to_record
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.driver.preload import start_preloading

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
 from asyncrl.errors import DataError, explain
 
 T = TypeVar("T")
@@ -259,26 +257,3 @@ def _kind(value: object) -> str:
 
 def _malformed(origin: str, found: str, do: str) -> DataError:
     return DataError(explain(f"the row at {origin}", found, do))
-
-
-# Records of prompts: the sources of a mixture, and the rendered rows of a held-out set.
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRows:
-    """Rows `[start, stop)` of the training prompts come from the source `name`, which has `weight` in the mixture."""
-
-    name: str
-    weight: float
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RenderedPrompts:
-    """The rows of a held-out set with their prompts: `prompt_ids[i]`, [P] int32, is of `rows[i]`. `num_dropped` rows
-    were too long. Training prompts are a `data.training_set.TrainingSet`."""
-
-    rows: tuple[PromptRow, ...]
-    prompt_ids: tuple[np.ndarray, ...]
-    num_dropped: int

@@ -12,7 +12,8 @@ import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
-from asyncrl.data.rows import PromptRow, RenderedPrompts
+from asyncrl.data.prompts import RenderedPrompts
+from asyncrl.data.rows import PromptRow
 from asyncrl.data.stop_strings import StopTexts
 from asyncrl.data.tool_calls import ToolPrompt, with_tools
 from asyncrl.errors import ConfigError, DataError, explain

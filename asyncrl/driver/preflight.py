@@ -20,7 +20,8 @@ from asyncrl.config.threads import local_cores, replica_threads, trainer_threads
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.model_files import cached_facts, check_model, hub_facts
-from asyncrl.data.rows import PromptRow, RenderedPrompts
+from asyncrl.data.prompts import RenderedPrompts
+from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import (
     PromptRenderer,
     load_tokenizer,

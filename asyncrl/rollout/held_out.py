@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from asyncrl.data.rows import RenderedPrompts
+from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.errors import DeadlineExceeded, GenerationError, explain
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rollout.evaluation import Answer, summarise

@@ -21,7 +21,8 @@ from typing import TypeVar
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.prompt_stream import build_stream
-from asyncrl.data.rows import PromptRow, RenderedPrompts
+from asyncrl.data.prompts import RenderedPrompts
+from asyncrl.data.rows import PromptRow
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Task
 from asyncrl.errors import LedgerError, ProcessDied

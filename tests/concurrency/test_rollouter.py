@@ -13,8 +13,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.load import load_recipe
+from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.row_table import RowWriter
-from asyncrl.data.rows import ChatMessage, PromptRow, RenderedPrompts
+from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments.environment import SingleTurn
 from asyncrl.errors import LedgerError, Process, ProcessDied
