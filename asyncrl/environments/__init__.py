@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.environments.environment import make_custom, require_environment
+from asyncrl.environments.custom import make_custom, require_environment
 from asyncrl.registry import resolve
 
 if TYPE_CHECKING:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import inspect
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from packaging.specifiers import SpecifierSet
 
-from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import response_limit
 from asyncrl.data.chat import Chat
 from asyncrl.data.rows import PromptRow
-from asyncrl.errors import ConfigError, explain
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Trajectory
 
@@ -83,35 +77,6 @@ class Managed(Protocol):
     async def close(self) -> None: ...
 
 
-# User-written environments and tools.
-
-
-def make_custom(key: str, name: str, made: Callable[[], Any]) -> Any:
-    """The result of calling `package.module:Name`. Raises ConfigError for any error of the call."""
-    try:
-        return made()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a class may call sys.exit
-        found = f"making it raised {type(error).__name__}: {error}"
-        do = "name a class that can be called without arguments"
-        raise ConfigError(explain(f"{key}={name}", found, do)) from error
-
-
-def require_environment(name: str, built: Any) -> None:
-    """Raises ConfigError: `built` has no method `run(task, session)`."""
-    run: Any = getattr(built, "run", None)
-    found = "" if callable(run) else "it has no method run"
-    if not found:
-        try:
-            inspect.signature(run).bind(None, None)
-        except (TypeError, ValueError) as error:
-            found = f"its run cannot be called with a task and a session: {error}"
-    if found:
-        do = "write async def run(self, task, session) -> Trajectory"
-        raise ConfigError(explain(f"rollout.environment={name}", found, do))
-
-
 # Limits on the length of multi-turn trajectories.
 
 
@@ -132,40 +97,6 @@ class TrajectoryLimits:
 def limits_of(recipe: Recipe) -> TrajectoryLimits:
     total = min(recipe.rollout.max_model_len, recipe.max_tokens_per_microbatch)
     return TrajectoryLimits(total, response_limit(recipe.rollout), recipe.rollout.sampling.max_response_tokens)
-
-
-# Packages behind third-party environments, needed only if a recipe names one.
-
-
-PACKAGES = {
-    "gymnasium": ("rollout.environment=gymnasium", "gymnasium", ">=1.0,<2"),
-    "mcp": ("rollout.tool_use.mcp", "mcp", ">=2.0,<3"),
-    "openenv": ("rollout.environment=openenv", "openenv", ">=0.4,<1"),
-    "verifiers": ("rollout.environment=verifiers", "verifiers", ">=0.4,<0.5"),
-}
-"""Module (equal to its package) -> the recipe's feature that needs it, the extra of asyncrl that installs it, its
-versions."""
-
-
-def require_package_of(module: str) -> None:
-    """Raises ConfigError: the package is not installed, or its version does not fit."""
-    asked, extra, versions = PACKAGES[module]
-    require(
-        importlib.util.find_spec(module) is not None,
-        asked=asked,
-        found=f"the package {module} is not installed",
-        do=f"pip install 'asyncrl[{extra}]'",
-    )
-    try:
-        installed = importlib.metadata.version(module)
-    except importlib.metadata.PackageNotFoundError:
-        return  # imported from source: the version is unknown
-    require(
-        SpecifierSet(versions).contains(installed, prereleases=True),
-        asked=asked,
-        found=f"{module} {installed}, needed {versions}",
-        do=f"pip install 'asyncrl[{extra}]'",
-    )
 
 
 # One prompt, one response, one reward.

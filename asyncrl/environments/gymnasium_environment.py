@@ -9,7 +9,8 @@ from typing import Any
 
 from asyncrl.config.environments import GymnasiumConfig
 from asyncrl.config.recipe import Recipe
-from asyncrl.environments.environment import Session, Task, limits_of, require_package_of
+from asyncrl.environments.custom import require_package_of
+from asyncrl.environments.environment import Session, Task, limits_of
 from asyncrl.environments.episode import EpisodeRules, play, setting_of
 from asyncrl.environments.gymnasium_worker import GymnasiumRequest, make_checked
 from asyncrl.environments.observation import EnvironmentReply

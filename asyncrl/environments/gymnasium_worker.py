@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.environments import GymnasiumConfig
-from asyncrl.environments.episode import last_choice, last_match
-from asyncrl.environments.observation import MAX_TEXT_CHARS, EnvironmentReply
+from asyncrl.environments.observation import MAX_TEXT_CHARS, EnvironmentReply, last_choice, last_match
 from asyncrl.errors import ConfigError, GenerationError, explain
 from asyncrl.registry import resolve
 from asyncrl.workers.worker_loop import serve

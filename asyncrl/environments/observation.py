@@ -4,6 +4,7 @@ is limited."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,3 +56,43 @@ def without(text: str, mark: str) -> str:
 def speakable(text: str) -> str:
     """The text without unpaired surrogates, which JSON and tools may contain and no tokenizer accepts."""
     return text.encode(errors="replace").decode()
+
+
+# Extraction of the action from a response.
+
+
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?![\w.]*\d)")
+
+
+def last_match(response: str, pattern: str) -> str:
+    """The group of the pattern's last match; the whole response if there is no pattern; empty without a match."""
+    if not pattern:
+        return response
+    found = [match.group(1) or "" for match in re.finditer(pattern, response, re.DOTALL)]
+    return found[-1] if found else ""
+
+
+def last_tagged(response: str, tag: str) -> str:
+    """The text between the last `</tag>` and the `<tag>` before it; the whole response if `tag` is empty; empty if
+    either is missing."""
+    if not tag:
+        return response
+    before = response.rpartition(f"</{tag}>")[0]
+    return before.rpartition(f"<{tag}>")[2] if f"<{tag}>" in before else ""
+
+
+def last_choice(text: str, start: int, number: int, names: Sequence[str]) -> int | None:
+    """The last of the choices start, start + 1, ... named in the text; None if there is none.
+
+    Args:
+        number: of choices.
+        names: of the choices, in order, matched as whole words in any case. Empty: the choices are whole numbers.
+    """
+    if names:
+        words = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+        found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text, re.IGNORECASE)
+        places = {name.lower(): start + place for place, name in enumerate(names)}
+        return places[found[-1].lower()] if found else None
+    numbers = _NUMBER.findall(text)
+    value = int(numbers[-1]) if numbers else None
+    return value if value is not None and start <= value < start + number else None

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.environments import OpenEnvConfig
 from asyncrl.config.recipe import Recipe
-from asyncrl.environments.environment import Session, Task, limits_of, require_package_of
-from asyncrl.environments.episode import EpisodeRules, last_tagged, play, setting_of
-from asyncrl.environments.observation import MAX_TEXT_CHARS, EnvironmentReply
+from asyncrl.environments.custom import require_package_of
+from asyncrl.environments.environment import Session, Task, limits_of
+from asyncrl.environments.episode import EpisodeRules, play, setting_of
+from asyncrl.environments.observation import MAX_TEXT_CHARS, EnvironmentReply, last_tagged
 from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError, Process, explain
 from asyncrl.types import Trajectory
 

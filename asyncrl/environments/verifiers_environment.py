@@ -17,7 +17,8 @@ from asyncrl.data.chat import Chat
 from asyncrl.environments.agent import AgentEndpoint
 from asyncrl.environments.agent_server import KEY_HEADER, MODEL
 from asyncrl.environments.agent_session import TurnLimit
-from asyncrl.environments.environment import Session, Task, require_package_of
+from asyncrl.environments.custom import require_package_of
+from asyncrl.environments.environment import Session, Task
 from asyncrl.environments.episode import setting_of
 from asyncrl.errors import ConfigError, DataError, GenerationError, ProcessDied, explain
 from asyncrl.rewards import RewardResult

@@ -2,8 +2,7 @@
 
 import pytest
 
-from asyncrl.environments.episode import last_choice, last_match, last_tagged
-from asyncrl.environments.observation import for_policy
+from asyncrl.environments.observation import for_policy, last_choice, last_match, last_tagged
 from tests.environments import chat_with
 
 pytestmark = pytest.mark.unit

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from asyncrl.config.load import load_recipe
 from asyncrl.config.rollout import response_limit
 from asyncrl.environments import check_environment
-from asyncrl.environments.environment import PACKAGES
+from asyncrl.environments.custom import PACKAGES
 from asyncrl.environments.observation import MAX_TEXT_CHARS, for_policy
 from asyncrl.errors import ConfigError
 from tests.environments import chat_with

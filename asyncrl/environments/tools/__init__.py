@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.config.environments import ToolUseConfig
-from asyncrl.environments.environment import make_custom
+from asyncrl.environments.custom import make_custom
 from asyncrl.environments.tools.calculator import Calculator
 from asyncrl.environments.tools.python import Python
 from asyncrl.environments.tools.search import Search
