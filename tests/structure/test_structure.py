@@ -109,6 +109,8 @@ LIGHT = {
     "asyncrl.driver.cluster.fork_server": (*HEAVY, "numpy", "asyncrl.config"),
     "asyncrl.driver.preload": HEAVY,
     "asyncrl.environments": HEAVY,
+    "asyncrl.environments.tools.tool_worker": (*HEAVY, "numpy", "asyncio"),
+    "asyncrl.environments.gymnasium_worker": (*HEAVY, "numpy", "asyncio"),
     "asyncrl.rewards": HEAVY,
     "asyncrl.workers.sandbox": (*HEAVY, "numpy", "asyncio"),
     "asyncrl.data.dataset": HEAVY,
