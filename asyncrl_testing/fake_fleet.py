@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import DeadlineExceeded, WeightTransferError
+from asyncrl.errors import DeadlineExceeded, TransferEnded
 from asyncrl.types import (
     Digest,
     EncodedWeights,
@@ -67,7 +67,7 @@ class FakeTrainer:
             self.waits = False
             async with asyncio.timeout(timeout_s):
                 await self.interrupted.wait()
-            raise WeightTransferError("the sender was closed meanwhile")
+            raise TransferEnded("the sender was closed meanwhile")
         outcome = self.outcomes.pop(0) if self.outcomes else GOOD
         if isinstance(outcome, BaseException):
             raise outcome

@@ -30,7 +30,8 @@ class WeightsConfig:
     verify_every: PositiveInt = 50
     """With verify=first: publishes between two verified ones."""
     max_retries: NonNegativeInt = 1
-    """Retries of a transfer to a replica that got wrong weights, before the replica is replaced."""
+    """Retries of a transfer to a replica that got wrong weights, before the replica is replaced; and of a transfer that
+    was late or lost a connection although every process answers, before the run stops."""
     overlap: bool | None = None
     """Publish from a copy of the weights while the next step trains. Takes host memory for the weights in the replicas'
     dtype, on the sending ranks. In mode fully_async; null: if ranks compute on CPUs."""

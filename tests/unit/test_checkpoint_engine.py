@@ -304,6 +304,22 @@ async def test_lateness_without_a_culprit_is_counted_apart_from_attempts_that_ha
     assert len(trainer.sent) == 5
 
 
+@pytest.mark.parametrize("waits", [False, True])  # True: the sender does not notice, until it is interrupted
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_broken_connection_between_healthy_processes_is_formed_again_as_often_as_retries_allow(waits, times):
+    broken = TransferEnded("connection closed by peer")
+    trainer = FakeTrainer([broken] * (times - waits), waits=waits)
+    replicas = [FakeReplica(*[broken] * times) for _ in range(2)]
+    made, trainer, fleet = engine(*replicas, trainer=trainer, max_retries=1, transfer_timeout_s=5)
+    publishing = asyncio.wait_for(made.publish(4), 4)
+    if times == 1:
+        assert ((await publishing).attempts, [r.committed for r in replicas]) == (2, [[4], [4]])
+    else:
+        with pytest.raises(TransferEnded):
+            await publishing
+    assert (trainer.opened, fleet.failures) == ([2, 2], [])
+
+
 async def test_catching_up_does_not_use_up_the_schedule_of_digests():
     made, trainer, fleet = engine(
         FakeReplica(), FakeReplica(), verify="first", verify_every=3, respawn=lambda i: FakeReplica()

@@ -46,22 +46,25 @@ DEAD, CRASHED = ProcessDied("gone"), GenerationError("its engine is dead")
 def test_the_fate_of_one_replica(sent, received, fate, why):
     """Beside another one that is fine, or waited for the sender."""
     beside = ENDED if isinstance(sent, BaseException) else sent
-    found = verdict(sent, {0: beside, 1: received}, (), NAMES, late_left=0)
+    found = verdict(sent, {0: beside, 1: received}, (), NAMES, retries_left=0)
     assert found.fates[1] == fate
     assert (why is None and not found.wrong) or why in found.wrong[1]
     assert found.ok == set() if isinstance(sent, BaseException) else 0 in found.ok
 
 
 def test_who_a_health_check_did_not_find_is_lost_whatever_it_said():
-    found = verdict(SENT, {0: SENT, 1: OTHER, 2: LATE}, {1, 2}, NAMES, late_left=0)
+    found = verdict(SENT, {0: SENT, 1: OTHER, 2: LATE}, {1, 2}, NAMES, retries_left=0)
     assert (found.fates, found.wrong, found.ok) == ({0: "ok", 1: "lost", 2: "lost"}, {}, {0})
 
 
 @pytest.mark.parametrize(
-    ("sent", "received", "lost", "late_left", "ends", "is_late"),
+    ("sent", "received", "lost", "retries_left", "ends", "is_transient"),
     [
         (SENT, ENDED, (), 0, False, False),
         (REFUSED, ENDED, (), 1, True, False),  # nobody else is to blame
+        (ENDED, ENDED, (), 1, False, True),  # a connection broke, and everybody is there
+        (ENDED, SENT, (), 0, True, True),
+        (ENDED, DEAD, (), 0, False, False),
         (LATE, LATE, (), 1, False, True),
         (LATE, LATE, (), 0, True, True),
         (REFUSED, LATE, (), 1, False, True),
@@ -70,9 +73,9 @@ def test_who_a_health_check_did_not_find_is_lost_whatever_it_said():
         (REFUSED, DEAD, (), 0, False, False),
     ],
 )
-def test_when_the_error_of_the_sender_ends_the_publish(sent, received, lost, late_left, ends, is_late):
-    found = verdict(sent, {0: ENDED, 1: received}, lost, NAMES, late_left=late_left)
-    assert (found.error is sent, found.error is None, found.is_late) == (ends, not ends, is_late)
+def test_when_the_error_of_the_sender_ends_the_publish(sent, received, lost, retries_left, ends, is_transient):
+    found = verdict(sent, {0: ENDED, 1: received}, lost, NAMES, retries_left=retries_left)
+    assert (found.error is sent, found.error is None, found.is_transient) == (ends, not ends, is_transient)
 
 
 @pytest.mark.parametrize(

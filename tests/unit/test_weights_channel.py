@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from asyncrl.errors import DeadlineExceeded, WeightTransferError
+from asyncrl.errors import DeadlineExceeded, TransferEnded
 from asyncrl.weights.plan import make_manifest, make_spec
 from asyncrl.weights.transports.control_channel import (
     ControlMessage,
@@ -101,7 +101,7 @@ def test_what_another_attempt_said_does_not_count(channel, peer, kind):
 def test_a_receiver_that_begins_anew_in_the_middle_ends_the_transfer(channel, peer):
     join(channel, peer)
     peer.send(ControlMessage(Kind.READY, 7, ATTEMPT + 1, 0, layout_of(MANIFEST)).encode())
-    with pytest.raises(WeightTransferError, match="receiver 0 started over"):
+    with pytest.raises(TransferEnded, match="receiver 0 started over"):
         channel.wait_acked(0, Deadline(10))
     channel.abort("over")
     assert ControlMessage.decode(peer.recv()).text == "over"
@@ -116,8 +116,9 @@ def test_a_receiver_for_a_publish_that_is_over_hears_so(channel, peer):
     assert "publish 7" in answer.text
 
 
-def test_a_receiver_that_only_waited_in_vain_is_no_culprit(channel, peer):
+@pytest.mark.parametrize(("value", "kind"), [(1, DeadlineExceeded), (2, TransferEnded)])
+def test_a_receiver_that_only_waited_in_vain_is_no_culprit(channel, peer, value, kind):
     join(channel, peer)
-    peer.send(ControlMessage(Kind.ERROR, 7, ATTEMPT, 1, "DeadlineExceeded: no bucket").encode())
-    with pytest.raises(DeadlineExceeded, match="no bucket"):
+    peer.send(ControlMessage(Kind.ERROR, 7, ATTEMPT, value, f"{kind.__name__}: no bucket").encode())
+    with pytest.raises(kind, match="no bucket"):
         channel.wait_acked(0, Deadline(10))

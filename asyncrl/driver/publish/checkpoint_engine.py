@@ -81,8 +81,8 @@ class _Publish:
     """Replicas that are paused and have not committed yet."""
     served: bool = False
     """True once a replica serves: from then on every late replica is handed to the fleet, even the last pending one."""
-    late: int = 0
-    """Transfers that missed their deadline although every process answered."""
+    retries: int = 0
+    """Transfers that missed a deadline or lost a connection although every process answered."""
     encoded: EncodedWeights | None = None
     """With encoding delta, set by the first wave."""
     sent_bytes: int = 0
@@ -403,15 +403,17 @@ class CheckpointEngine:
         if any_late(sent, received):
             lost = replicas.keys() - (await self._healthy(replicas)).keys()
         assert self._template is not None, "weights were sent"
-        names, late_left = [spec.name for spec in self._template.tensors], self._config.max_retries - publish.late
-        found = verdict(sent, received, lost, names, late_left=late_left)
+        names, retries_left = [spec.name for spec in self._template.tensors], self._config.max_retries - publish.retries
+        found = verdict(sent, received, lost, names, retries_left=retries_left)
         for replica_id, why in found.wrong.items():
             self._blame(publish, replica_id, replicas[replica_id], why, manifest)
         if isinstance(sent, BaseException):
-            logger.error("publish of version %s, transfer %d: %s", publish.version, publish.attempts, sent)
+            # Peers of a broken connection blame each other: only all of their reports show who came first.
+            ended = "; ".join(f"replica {i}: {o}" for i, o in received.items() if found.fates[i] == "again")
+            logger.error("publish of version %s, transfer %d: %s; %s", publish.version, publish.attempts, sent, ended)
         if found.error is not None:
             raise found.error
-        publish.late += found.is_late
+        publish.retries += found.is_transient
         return {i: replicas[i] for i in replicas if i in found.ok}
 
     def _blame(self, publish: _Publish, replica_id: int, control: ReplicaControl, why: str, manifest: Manifest) -> None:

@@ -7,6 +7,9 @@ any      an error of its own                        wrong, then retry, full, rep
 digest   the same digest                            ok
 digest   another digest, or late, or ended          wrong: the sender saw no error
 error    late, or ended, or any digest              again: the fault lies with another process
+
+If all are again, nobody is to blame. The transfer is then repeated if a deadline was missed or a connection broke,
+both of which may pass; any other error of the sender ends the publish.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ Fate = Literal["ok", "again", "wrong", "lost"]
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`wrong`: replica -> description of its fault. `error`: ends the publish, because nobody else is to blame.
-    `is_late`: a deadline was missed, and nobody is to blame."""
+    `is_transient`: a deadline was missed or a connection broke, and nobody is to blame."""
 
     fates: Mapping[int, Fate]
     wrong: Mapping[int, str]
     error: BaseException | None = None
-    is_late: bool = False
+    is_transient: bool = False
 
     @property
     def ok(self) -> set[int]:
@@ -39,7 +42,7 @@ class Verdict:
 
 
 def verdict(
-    sent: Any, received: Mapping[int, Any], lost: Collection[int], names: Sequence[str], *, late_left: int
+    sent: Any, received: Mapping[int, Any], lost: Collection[int], names: Sequence[str], *, retries_left: int
 ) -> Verdict:
     """
     Args:
@@ -47,7 +50,7 @@ def verdict(
         received: digest or error of each replica.
         lost: replicas that a health check found dead or silent.
         names: tensor names, in the order of the digest's numbers.
-        late_left: remaining retries of late transfers without a culprit.
+        retries_left: remaining retries of transfers without a culprit.
     """
     wrong = {
         i: why
@@ -62,11 +65,10 @@ def verdict(
             fates[i] = "wrong"
         else:
             fates[i] = "again" if isinstance(sent, BaseException) else "ok"
-    # Every replica is "again": a retry helps only against lateness, otherwise the sender's error ends the publish.
     if not isinstance(sent, BaseException) or set(fates.values()) != {"again"}:
         return Verdict(fates, wrong)
-    is_late = any_late(sent, received)
-    return Verdict(fates, wrong, None if is_late and late_left > 0 else sent, is_late)
+    is_transient = isinstance(sent, TransferEnded) or any_late(sent, received)
+    return Verdict(fates, wrong, None if is_transient and retries_left > 0 else sent, is_transient)
 
 
 def blamed(*, is_delta: bool, strikes: int, max_retries: int, is_replacement: bool) -> Blame:

@@ -253,7 +253,7 @@ def _explained(channel: SenderChannel, group: BroadcastGroup) -> Iterator[None]:
             if not isinstance(error, DeadlineExceeded):
                 raise
             reported = f"\nreported: {cause}"
-        kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WeightTransferError
+        kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else TransferEnded
         raise kind(f"{error}\nbehind: {channel.laggards()}{reported}") from error
 
 

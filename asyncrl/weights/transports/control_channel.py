@@ -27,15 +27,15 @@ from enum import IntEnum
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from asyncrl.errors import DeadlineExceeded, TransferEnded, WeightTransferError, explain
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, TransferEnded, WeightTransferError, explain
 from asyncrl.types import Manifest
 
 logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<BqQq")
 _PING_EVERY_S = 0.5
-_WAS_DEADLINE = 1
-"""Marks the ERROR of a receiver whose deadline passed: the cause is the sender or another receiver."""
+_CAUSED_ELSEWHERE: dict[int, type[AsyncRLError]] = {1: DeadlineExceeded, 2: TransferEnded}
+"""Marks the ERROR of a receiver that only waited: the cause is the sender or another receiver."""
 _LINGER_MS = 200
 """Longest wait of a closing socket for its last message (DONE or ERROR) to be sent."""
 _HEARTBEAT_MS = 5_000
@@ -49,7 +49,7 @@ class Kind(IntEnum):
     BUCKET = 3  # value: index of a bucket that can be read, with all before it
     ACK = 4  # value: index of a bucket that has been read; the number of buckets when the sink has everything
     DONE = 5
-    ERROR = 6  # text: the error; value: _WAS_DEADLINE, or 0
+    ERROR = 6  # text: the error; value: one of _CAUSED_ELSEWHERE, or 0
     PING = 7
 
 
@@ -121,7 +121,7 @@ class SenderChannel:
         """Remarks of the receivers in the last `gather`, by receiver."""
 
     def interrupt(self) -> None:
-        """Ends the wait in progress, and every later one, with WeightTransferError. From any thread."""
+        """Ends the wait in progress, and every later one, with TransferEnded. From any thread."""
         self._interrupted.set()
 
     def gather(self, manifest: Manifest, deadline: Deadline) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class SenderChannel:
         return tuple(self._joined[r].value for r in range(self._num_receivers))
 
     def tell(self, kind: Kind, value: int = 0) -> None:
-        """Sends one message to every receiver of the transfer. Raises WeightTransferError: a receiver has died."""
+        """Sends one message to every receiver of the transfer. Raises TransferEnded: a receiver has died."""
         for receiver, joined in self._joined.items():
             self._send(receiver, joined, kind, value)
 
@@ -171,7 +171,7 @@ class SenderChannel:
 
     def watch(self) -> None:
         """`check` for waits on something other than this channel; a PING every `_PING_EVERY_S` detects dead receivers.
-        Raises as `check`, and WeightTransferError: a receiver died, or the sender was closed."""
+        Raises as `check`, and TransferEnded: a receiver died, or the sender was closed."""
         self.check()
         if (now := time.monotonic()) - self._pinged > _PING_EVERY_S:
             self._pinged = now
@@ -216,7 +216,7 @@ class SenderChannel:
     def _go_on(self) -> None:
         if self._interrupted.is_set():
             asked, do = f"send publish {self._publish_id}", "open() it again to send weights"
-            raise WeightTransferError(explain(asked, "the sender was closed meanwhile", do))
+            raise TransferEnded(explain(asked, "the sender was closed meanwhile", do))
 
     def _dismiss_over(self, text: str, *, before: int) -> None:
         """Ends the waits of receivers that came for publishes below `before`."""
@@ -240,7 +240,7 @@ class SenderChannel:
                 raise
             found = "its process closed the connection"
             do = "restart the replica; it catches up at the next publish"
-            raise WeightTransferError(explain(f"send to receiver {receiver}", found, do)) from error
+            raise TransferEnded(explain(f"send to receiver {receiver}", found, do)) from error
 
     def _drain(self) -> None:
         while True:
@@ -268,15 +268,15 @@ class SenderChannel:
                 del self._joined[receiver]
                 do = "publish again; find out why it restarted"
                 found = f"receiver {receiver} started over in the middle"
-                raise WeightTransferError(explain(f"receiver {receiver} to stay to the end", found, do))
+                raise TransferEnded(explain(f"receiver {receiver} to stay to the end", found, do))
         elif message.kind is Kind.ACK and current:
             self._acked[receiver] = max(self._acked[receiver], message.value)
         elif message.kind is Kind.ERROR and current:
             del self._joined[receiver]
             asked = f"receiver {receiver} to take the weights"
-            if message.value == _WAS_DEADLINE:
+            if message.value in _CAUSED_ELSEWHERE:
                 do = f"look at the logs; behind: {self.laggards()}"
-                raise DeadlineExceeded(explain(asked, message.text, do))
+                raise _CAUSED_ELSEWHERE[message.value](explain(asked, message.text, do))
             raise WeightTransferError(explain(asked, message.text, "see the log of this replica"))
         elif message.kind is Kind.ERROR:
             # The receiver gave up before the transfer began: remember why, for the message of the deadline.
@@ -358,7 +358,7 @@ class ReceiverChannel:
 
     def fail(self, error: BaseException) -> None:
         """Leaves the publish and tells the sender why."""
-        value = _WAS_DEADLINE if isinstance(error, DeadlineExceeded) else 0
+        value = next((i for i, kind in _CAUSED_ELSEWHERE.items() if isinstance(error, kind)), 0)
         self._send(Kind.ERROR, value, f"{type(error).__name__}: {error}")
 
     def lost(self, what: str) -> TransferEnded:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
+from asyncrl.errors import DeadlineExceeded, TransferEnded, WeightTransferError, explain
 from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.transport import WeightSender
 from asyncrl.weights.transports.control_channel import Deadline
@@ -90,9 +90,7 @@ class GuardedSender:
         for item in weights:
             if self._closing.is_set():
                 do = "open() it again to send weights"
-                raise WeightTransferError(
-                    explain(f"send publish {self._publish_id}", "the sender was closed meanwhile", do)
-                )
+                raise TransferEnded(explain(f"send publish {self._publish_id}", "the sender was closed meanwhile", do))
             yield item
 
     def _busy(self, asked: str) -> WeightTransferError:
