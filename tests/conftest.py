@@ -2,6 +2,7 @@
 tiny model that some of them run."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -62,6 +63,9 @@ class Told:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    # A shell lets its jobs in the background ignore interrupts; the processes that tests interrupt would inherit it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):
         config.pluginmanager.register(Told(terminal))
 

@@ -249,6 +249,8 @@ class Outcome:
 def run_within(name: str, command: list[str], seconds: float, **environment: str) -> Outcome:
     """Runs a command and shows what it says. Interrupts it after `seconds`; pytest then says what it has found."""
     print(f"\n== {name}, at most {seconds:.0f} s: {' '.join(command)}", flush=True)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background; the command would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command,
         cwd=ROOT,

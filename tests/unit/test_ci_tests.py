@@ -1,5 +1,6 @@
 """What continuous integration chooses, and what it makes of how its commands end."""
 
+import signal
 import subprocess
 import sys
 
@@ -146,6 +147,15 @@ def test_a_command_that_does_not_end_is_killed(monkeypatch):
     script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
     outcome = run_within("it", [sys.executable, "-c", script], 1.5)
     assert (outcome.status, outcome.cut, outcome.failed) == (-9, True, False)
+
+
+def test_a_command_can_be_interrupted_where_this_process_runs_in_the_background_and_ignores_interrupts():
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        outcome = run_within("it", [sys.executable, "-c", "import time; time.sleep(60)"], 1.5)
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert (outcome.status, outcome.cut) == (-signal.SIGINT, True)
 
 
 @pytest.mark.parametrize(("days", "changed"), [(3, ["b"]), (0, ["a", "b"])])
