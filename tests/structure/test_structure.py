@@ -34,7 +34,7 @@ PARTS = {
     "kernels": set(),
     "weights": set(),
     "algorithms": set(),
-    "checkpoint": {"queue"},
+    "checkpoint": set(),
     "observability": set(),
     "rewards": {"data", "workers"},
     "inference": {"weights", "workers", "kernels"},
