@@ -144,7 +144,7 @@ LIGHT = {
     "asyncrl.trainer.fsdp.supports": HEAVY,
     "asyncrl.trainer.megatron.supports": HEAVY,
     "asyncrl.trainer.megatron.names": HEAVY,
-    "asyncrl.trainer.megatron.checkpoint_reader": ("ray", "vllm", "sglang", "megatron", "transformers"),
+    "asyncrl.trainer.megatron.training_state": ("ray", "vllm", "sglang", "megatron", "transformers"),
     "asyncrl.inference.torch_engine.engine": ("ray", "vllm", "sglang", "megatron"),
     "asyncrl.trainer.fsdp.backend": ("ray", "vllm", "sglang", "megatron"),
     "asyncrl.loop": ("ray", "vllm", "sglang", "megatron", "omegaconf", "asyncrl.config.recipe", "asyncrl.driver"),
