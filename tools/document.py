@@ -38,7 +38,7 @@ CONTRACT = ("Consumes", "Produces", "Waits for", "Unblocked by", "Stops when")
 LOOPS = (
     ("Training loop", "driver", "driver/coordinator.py", "Coordinator._train"),
     ("Run", "driver", "driver/run.py", "_Run._train"),
-    ("Checkpoint writer", "driver", "checkpoint/writer.py", "CheckpointWriter"),
+    ("Checkpoint writer", "driver", "driver/checkpoint_writer.py", "CheckpointWriter"),
     ("Rollouters", "driver", "driver/fleet/rollouters.py", "Rollouters.run"),
     ("Keeper of the server", "driver", "driver/fleet/server_keeper.py", "ServerKeeper"),
     ("Health watch", "driver", "driver/coordinator.py", "Coordinator._watch_health"),

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.step_record import StepClock
@@ -21,8 +21,8 @@ class Turns:
     """Gives the devices to the trainer before a step and to the engines before a publish; does nothing in a run whose
     parts have their own devices. Measures how long the engines sleep."""
 
-    def __init__(self, parts: Parts, clock: Callable[[], StepClock]) -> None:
-        """`clock`: returns the run's clock, where the trainer's waiting is booked."""
+    def __init__(self, parts: Parts, clock: StepClock) -> None:
+        """`clock`: where the trainer's waiting is booked."""
         self._parts = parts
         self._engines = parts.engines
         self._clock = clock
@@ -36,7 +36,7 @@ class Turns:
         if self._engines is None:
             return
         began = time.monotonic()
-        with self._clock().time.during(Metric.TRAINER_SLEEP):
+        with self._clock.time.during(Metric.TRAINER_SLEEP):
             await self._engines.sleep()
         self._begin_s += time.monotonic() - began
         up = self._parts.replicas.table.those("newcomer", "serving")

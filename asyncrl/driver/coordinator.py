@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoint.store import RunState, read_state
-from asyncrl.checkpoint.writer import CheckpointWriter
 from asyncrl.config.recipe import Recipe
+from asyncrl.driver.checkpoint_writer import CheckpointWriter
 from asyncrl.driver.colocation import Turns
 from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
@@ -102,8 +102,8 @@ class Coordinator:
         self._finishing = False
         """The last step is done; the remaining publish and checkpoint have their own deadlines."""
         self._shares = ReplicaShares(lambda: len(parts.replicas.table.rows))
-        self._turns = Turns(parts, lambda: self._clock)
-        self._publisher = Publisher(recipe, parts, clock=lambda: self._clock, shares=self._shares, turns=self._turns)
+        self._turns = Turns(parts, self._clock)
+        self._publisher = Publisher(recipe, parts, clock=self._clock, shares=self._shares, turns=self._turns)
         self._evaluations = Evaluations(
             recipe,
             parts,
@@ -449,7 +449,7 @@ class Coordinator:
             raise ConfigError(explain(f"resume from step {state.global_steps} of {checkpoint}", found, do))
         await self._guard.resume(state.guard, state.global_steps)
         self._step = self._writer.last_step = state.global_steps
-        self._clock = StepClock(max(state.elapsed_s, self._clock.elapsed_s))
+        self._clock.resume(state.elapsed_s)
         logger.info("resumed from %s: step %d, %s", checkpoint, self._step, counts)
         # A smaller `run.max_steps` than before leaves groups that no step will train.
         held = counts.trained + counts.active - self._recipe.run.max_steps * self._recipe.batch.groups_per_step

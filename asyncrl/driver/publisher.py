@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.colocation import Turns
@@ -28,12 +28,10 @@ Published = tuple[LedgerCounts, Sequence[ReplicaStats]]
 class Publisher:
     """Owns the published version and the publish in progress during training, at most one."""
 
-    def __init__(
-        self, recipe: Recipe, parts: Parts, *, clock: Callable[[], StepClock], shares: ReplicaShares, turns: Turns
-    ) -> None:
+    def __init__(self, recipe: Recipe, parts: Parts, *, clock: StepClock, shares: ReplicaShares, turns: Turns) -> None:
         """
         Args:
-            clock: returns the run's clock, where the trainer's waiting is booked.
+            clock: where the trainer's waiting is booked.
             shares: is told how long replicas were paused.
             turns: gives the devices back to the engines.
         """
@@ -53,7 +51,7 @@ class Publisher:
 
         Raises like `CheckpointEngine.publish`.
         """
-        with self._clock().time.during(Metric.TRAINER_PUBLISH):
+        with self._clock.time.during(Metric.TRAINER_PUBLISH):
             await self._end()
             if self._recipe.sends_snapshots:
                 await self._parts.trainers.snapshot_weights()
@@ -67,7 +65,7 @@ class Publisher:
 
     async def settle(self) -> None:
         """Returns when no publish runs during training. Raises its error."""
-        with self._clock().time.during(Metric.TRAINER_PUBLISH):
+        with self._clock.time.during(Metric.TRAINER_PUBLISH):
             await self._end()
 
     def check(self) -> None:
@@ -83,7 +81,7 @@ class Publisher:
         if self._version != step:
             await self.publish(step)
             return
-        with self._clock().time.during(Metric.TRAINER_PUBLISH):
+        with self._clock.time.during(Metric.TRAINER_PUBLISH):
             report = await self._parts.weights.publish(step, newcomers_only=True)
         if report is not None:
             self._record(step, report)
@@ -115,7 +113,7 @@ class Publisher:
         assert report is not None, "only a catch-up can be for nobody"
         published = parts.queue.call(CALL_TIMEOUT_S, MessageQueue.published, step)
         counts, stats = await asyncio.gather(published, parts.replicas.stats())
-        self._clock().publish_tokens += tokens_between(before, stats)
+        self._clock.publish_tokens += tokens_between(before, stats)
         self._version = step
         self._reports.append(report)
         self._record(step, report)

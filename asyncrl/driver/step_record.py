@@ -86,6 +86,10 @@ class StepClock:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._began
 
+    def resume(self, elapsed_s: float) -> None:
+        """Goes on from the seconds of a checkpoint, unless more have elapsed already."""
+        self._began = min(self._began, time.monotonic() - elapsed_s)
+
     def start(self) -> None:
         self._lapped_at = time.monotonic()
 

@@ -56,7 +56,7 @@ class BackendSpec:
 BACKENDS: dict[str, BackendSpec] = {
     "fsdp": BackendSpec(
         backend="asyncrl.trainer.fsdp.backend:FsdpBackend",
-        reader="asyncrl.trainer.fsdp.checkpoint_reader:FsdpCheckpoint",
+        reader="asyncrl.trainer.fsdp.training_state:FsdpCheckpoint",
         unsupported="asyncrl.trainer.fsdp.supports:unsupported",
         works="train a decoder-only model of text such as Qwen2, Qwen3 (also MoE) or Llama",
         marker=".metadata",
@@ -67,7 +67,7 @@ BACKENDS: dict[str, BackendSpec] = {
     ),
     "megatron": BackendSpec(
         backend="asyncrl.trainer.megatron.backend:MegatronBackend",
-        reader="asyncrl.trainer.megatron.checkpoint_reader:MegatronCheckpoint",
+        reader="asyncrl.trainer.megatron.training_state:MegatronCheckpoint",
         unsupported="asyncrl.trainer.megatron.supports:unsupported",
         works="train Llama, Qwen2, Qwen3, Qwen2-MoE or Qwen3-MoE, or set trainer.backend=fsdp",
         marker="rank00000.safetensors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,9 @@ from asyncrl.config.trainer import TrainerConfig
 
 if TYPE_CHECKING:
     from asyncrl.config.recipe import Recipe
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,17 @@ class TrainerSpec:
             over_kept=recipe.rollout.sampling.keep_sets,
             is_alone=recipe.is_colocated or recipe.mode == "sync",
         )
+
+    def warn_of_another_length(self, then: int) -> None:
+        """Logs a jump of the learning rate: it follows the length of the run, and the checkpoint's was `then`."""
+        if self.trainer.schedule != "constant" and self.trainer.decay_steps is None and then != self.total_steps:
+            logger.warning(
+                "the learning rate jumps: it fell towards step %d, and now falls towards run.max_steps=%d; "
+                "trainer.decay_steps=%d keeps its curve",
+                then,
+                self.total_steps,
+                then,
+            )
 
     @property
     def environment(self) -> dict[str, str]:

@@ -27,9 +27,9 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.queue.ledger import LedgerSnapshot
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
-from asyncrl.trainer.fsdp.checkpoint_reader import FsdpCheckpoint
 from asyncrl.trainer.fsdp.sharded_state import save
 from asyncrl.trainer.fsdp.stored_state import StoredState
+from asyncrl.trainer.fsdp.training_state import FsdpCheckpoint
 from asyncrl.types import LedgerCounts
 
 pytestmark = [

@@ -17,9 +17,9 @@ from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.trainer.backends import memory_of
 from asyncrl.trainer.fsdp import sharded_state as state
 from asyncrl.trainer.fsdp.backend import FsdpBackend, Publication
-from asyncrl.trainer.fsdp.checkpoint_reader import FsdpCheckpoint
 from asyncrl.trainer.fsdp.model import compile_layers
 from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
+from asyncrl.trainer.fsdp.training_state import FsdpCheckpoint
 from asyncrl.trainer.model_tensors import model_tensors
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.step.batch import pack

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,11 +21,9 @@ from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import Peers
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
+from asyncrl.types import SendingRank, TensorSpec
 from asyncrl.weights.encodings.lora import LORA_B
 from asyncrl.weights.experts import unfused
-
-logger = logging.getLogger(__name__)
 
 
 def _mesh(device: torch.device, rank: int, world_size: int, trainer: TrainerConfig) -> DeviceMesh:
@@ -72,13 +69,14 @@ class FsdpBackend:
         # Phase 2: the step and the publication over these models.
         self._policy = self._models.policy
         fsdp = spec.trainer.fsdp
-        self._step = TrainingStep(
+        step = TrainingStep(
             spec,
             self._models.of_step(),
             peers=peers,
             device=device,
             share_prompts=fsdp.share_prompts and choose_attention(fsdp, Kernels.of(device)) != FLASH_ATTENTION,
         )
+        self.train_step, self.logprobs, self.reference_kl = step.train_step, step.logprobs, step.reference_kl
         self._publication = Publication(self._policy.causal_lm, spec, device)
         self._copies = HostCopies()
         self._captured: dict[str, torch.Tensor] | None = None
@@ -87,19 +85,6 @@ class FsdpBackend:
         saving = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
         assert isinstance(saving, dist.ProcessGroup), "every rank is a member"
         self._saving = saving
-
-    def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
-        return self._step.train_step(plan, trajectories)
-
-    def reference_kl(
-        self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
-    ) -> dict[TrajectoryKey, float]:
-        return self._step.reference_kl(plan, trajectories)
-
-    def logprobs(
-        self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
-    ) -> dict[TrajectoryKey, torch.Tensor]:
-        return self._step.logprobs(plan, trajectories)
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._publication.specs()
@@ -137,16 +122,9 @@ class FsdpBackend:
         facts = self._facts()
         written = sharded_state.read_entries(directory, facts)
         lora.check_same(facts, written)
-        trainer, now, then = self._spec.trainer, self._spec.total_steps, written.get(sharded_state.TOTAL_STEPS)
-        follows_length = trainer.schedule != "constant" and trainer.decay_steps is None
-        if follows_length and self._rank == 0 and then is not None and int(then) != now:
-            logger.warning(
-                "the learning rate jumps: it fell towards step %d, and now falls towards run.max_steps=%d; "
-                "trainer.decay_steps=%d keeps its curve",
-                int(then),
-                now,
-                int(then),
-            )
+        total_steps = written.get(sharded_state.TOTAL_STEPS)
+        if self._rank == 0 and total_steps is not None:
+            self._spec.warn_of_another_length(int(total_steps))
         sharded_state.load(directory, self._live_state(), rank=self._rank, device=self._device)
 
     def _live_state(self) -> dict[str, torch.Tensor]:

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.host_copies import HostState, Slot
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from asyncrl.trainer.training_state import MOMENTS
 
 
 class Update:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,8 +24,6 @@ from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Traje
 if TYPE_CHECKING:
     from asyncrl.trainer.megatron.models import MegatronModels
     from asyncrl.trainer.megatron.publication import BlockPublication
-
-logger = logging.getLogger(__name__)
 
 
 class MegatronBackend:
@@ -112,22 +109,12 @@ class MegatronBackend:
         models = self._models.trained()
         for model_name, model in models:
             model.check_same(written, model_name)
-        self._warn_of_another_length(written)
+        if self._rank == 0 and stored_state.TOTAL_STEPS in written.numbers:
+            self._spec.warn_of_another_length(written.numbers[stored_state.TOTAL_STEPS])
         for model_name, model in models:
             model.load_state(written, model_name)
         if written.world_size == self._world_size and (random_state := written.random_state(self._rank)) is not None:
             torch.set_rng_state(random_state)
-
-    def _warn_of_another_length(self, written: RankFiles) -> None:
-        trainer, now, then = self._spec.trainer, self._spec.total_steps, written.numbers.get(stored_state.TOTAL_STEPS)
-        if trainer.schedule != "constant" and trainer.decay_steps is None and self._rank == 0 and then != now:
-            logger.warning(
-                "the learning rate jumps: it fell towards step %s, and now falls towards run.max_steps=%d; "
-                "trainer.decay_steps=%s keeps its curve",
-                then,
-                now,
-                then,
-            )
 
 
 def _context(device: torch.device) -> Callable[[], AbstractContextManager[None]]:

@@ -14,14 +14,15 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.megatron.heads import Head, PolicyHead, ValueHead
 from asyncrl.trainer.megatron.model import Groups, build_chunks, transformer_config
 from asyncrl.trainer.megatron.names import LocalTensor
-from asyncrl.trainer.megatron.optimizer import MASTER, MOMENTS, DistributedUpdate, Share, wrap
+from asyncrl.trainer.megatron.optimizer import DistributedUpdate, Share, wrap
 from asyncrl.trainer.megatron.routing import WatchedRouters
 from asyncrl.trainer.megatron.sizes import ModelSizes
 from asyncrl.trainer.megatron.source import PretrainedModel
-from asyncrl.trainer.megatron.stored_state import RankFiles
+from asyncrl.trainer.megatron.stored_state import MASTER, RankFiles
 from asyncrl.trainer.megatron.trained import PipelineFrozen, PipelineTrained, decoder_of
 from asyncrl.trainer.step.model import Output, Routers, StepModels, no_routers
 from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl.trainer.training_state import MOMENTS
 
 HEAD = "head."
 """Prefix of a critic's head; no pretrained model has it."""

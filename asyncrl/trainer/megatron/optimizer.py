@@ -18,8 +18,8 @@ from torch import nn
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.host_copies import HostState, Slot
-
-MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+from asyncrl.trainer.megatron.stored_state import MASTER
+from asyncrl.trainer.training_state import MOMENTS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,6 +24,8 @@ from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.trainer.megatron.names import Block, LocalTensor, order
 
 FIRST_FILE = "rank00000.safetensors"
+MASTER = "master"
+"""Kind of a tensor: float32 weights."""
 TOTAL_STEPS = "total_steps"
 """Number in a checkpoint: length of the run; a falling learning rate depends on it."""
 _HEADER, _FORMAT, _RANDOM, _CONVERTED = "asyncrl", 1, "random", "converted"

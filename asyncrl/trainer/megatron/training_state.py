@@ -1,4 +1,5 @@
-"""Conversion of Megatron-core's checkpoints: reads one as `TrainingState`, and writes one from another backend's state.
+"""Megatron-core's checkpoints in one process: reads one as weights (`CheckpointReader`) and as `TrainingState`, and
+writes one from another backend's state.
 
 A converted checkpoint has each Hugging Face tensor as its own parameter, in files of limited size. Ranks of any layout
 read it like a checkpoint of another layout. Imports no Megatron-core.
@@ -15,16 +16,33 @@ import torch
 from safetensors import SafetensorError
 
 from asyncrl.errors import StorageError, explain
-from asyncrl.trainer.megatron.checkpoint_reader import MASTER
+from asyncrl.trainer.backend import StoredAdapter
 from asyncrl.trainer.megatron.names import Block, LocalTensor, dim_of
 from asyncrl.trainer.megatron.sizes import ModelSizes
-from asyncrl.trainer.megatron.stored_state import TOTAL_STEPS, Captured, RankFiles, file_of, header, write_file
+from asyncrl.trainer.megatron.stored_state import MASTER, TOTAL_STEPS, Captured, RankFiles, file_of, header, write_file
 from asyncrl.trainer.training_state import WEIGHT, TensorKind, TrainingState
 
 MAX_FILE_BYTES = 4 << 30
 """Largest file of a converted checkpoint, unless a single tensor with its moments is larger."""
 _KINDS: dict[TensorKind, str] = {WEIGHT: MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Kind of a tensor -> its name in the files."""
+
+
+class MegatronCheckpoint:
+    """Reads the master weights."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ConfigError: there is no checkpoint below `directory`, or it cannot be read."""
+        self._written = RankFiles(directory, f"read the weights of {directory}")
+
+    def weights(self, base: str | None = None, revision: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `CheckpointReader`."""
+        for name in self._written.names("model"):
+            yield name, self._written.whole("model", MASTER, name)
+
+    def adapter(self) -> StoredAdapter | None:
+        """None: this backend trains all weights."""
+        return None
 
 
 class MegatronTrainingState:

@@ -11,7 +11,6 @@ the receiver that is missing.
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,8 +22,8 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightT
 from asyncrl.types import Bucket, CollectiveSource, Digest, Manifest
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker, separate
-from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
+from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.process_group import BroadcastFailed, BroadcastGroup, host_store, join_store
 
@@ -35,8 +34,8 @@ _EXPLANATION_S = 0.5
 """After a broken broadcast: seconds to wait for the error message of the failed process."""
 
 
-class CollectiveSender:
-    """Implements `WeightSender`; rank 0. One thread at a time."""
+class CollectiveSender(ChannelSender):
+    """Implements `WeightSender`; rank 0."""
 
     def __init__(
         self, bucket_bytes: int, num_receivers: int, *, device: str | torch.device = "cpu", host: str = "127.0.0.1"
@@ -44,79 +43,56 @@ class CollectiveSender:
         """`device`: where buckets are packed; cpu broadcasts over gloo, cuda over NCCL. `host`: an address of this
         machine that receivers reach."""
         self._device = _checked(device)
-        if num_receivers < 1:
-            raise ConfigError(explain("a collective transfer", f"{num_receivers} receivers", "use at least 1"))
-        self._bucket_bytes = bucket_bytes
-        self._num_receivers = num_receivers
+        super().__init__("a collective transfer", bucket_bytes, num_receivers)
         self._host = host
         self._generation = 0
         self._store: dist.TCPStore | None = None
         self._group: BroadcastGroup | None = None
-        self._channel: SenderChannel | None = None
         self._buffers: tuple[torch.Tensor, ...] = ()
 
     def open(self) -> CollectiveSource:
         self.close()
         self._store = host_store(self._host)
-        self._channel = SenderChannel(f"tcp://{self._host}:*", self._num_receivers)
         self._buffers = _buffers(self._bucket_bytes, self._device)
-        return CollectiveSource(
-            endpoint=self._channel.endpoint,
-            store=f"{self._host}:{self._store.port}",
-            bucket_bytes=self._bucket_bytes,
-            num_receivers=self._num_receivers,
-            epoch=secrets.randbits(63),
-            key=self._channel.key,
-            digest=digest_for(self._device),
-        )
-
-    def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
-        if self._channel is None:
-            raise WeightTransferError(explain("send weights", "the sender is closed", "call open() first"))
-        check_fits(manifest, self._bucket_bytes)
-        channel, deadline = self._channel, Deadline(timeout_s)
-        packer = Packer(manifest, weights, digest_for(self._device))
-        buckets = broadcasts(manifest, self._bucket_bytes, self._device)
-        try:
-            generations = channel.gather(manifest, deadline)
-            group = self._begin(channel, generations, deadline)
-            in_place = False
-            for bucket in buckets:
-                # A bucket sent in place is read until its broadcast ends, so its tensor must not be replaced before.
-                limit = 1 if in_place and packer.moves_on(bucket) else _UNDER_WAY
-                while group.under_way >= limit:
-                    self._wait_sent(channel, group, deadline)
-                channel.check()
-                data = packer.view(bucket, self._buffers[0].device)
-                in_place = data is not None
-                if data is None:
-                    data = self._buffers[bucket.index % _UNDER_WAY][: bucket.nbytes]
-                    packer.pack(bucket, data)
-                group.start(data, deadline)
-            digest = packer.finish()
-            # All buckets are started; acknowledgements come only after the last broadcast has landed.
-            while group.under_way:
-                self._wait_sent(channel, group, deadline)
-            channel.wait_acked(len(buckets), deadline)
-            channel.finish()
-        except BaseException as error:
-            channel.abort(f"{type(error).__name__}: {error}")
-            self._drop_group()
-            raise
-        return digest
-
-    def interrupt(self) -> None:
-        """As `Interruptible.interrupt`."""
-        if (channel := self._channel) is not None:
-            channel.interrupt()
+        store, digest = f"{self._host}:{self._store.port}", digest_for(self._device)
+        return self._listen(f"tcp://{self._host}:*", CollectiveSource, digest, store=store)
 
     def close(self) -> None:
-        self._drop_group()
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-            self._store = None
+        self._abandon()
+        super().close()
+        self._store = None
         self._buffers = ()
+
+    def _send(
+        self,
+        channel: SenderChannel,
+        values: tuple[int, ...],
+        manifest: Manifest,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        deadline: Deadline,
+    ) -> Digest | None:
+        packer = Packer(manifest, weights, digest_for(self._device))
+        buckets = broadcasts(manifest, self._bucket_bytes, self._device)
+        group = self._begin(channel, values, deadline)
+        in_place = False
+        for bucket in buckets:
+            # A bucket sent in place is read until its broadcast ends, so its tensor must not be replaced before.
+            limit = 1 if in_place and packer.moves_on(bucket) else _UNDER_WAY
+            while group.under_way >= limit:
+                self._wait_sent(channel, group, deadline)
+            channel.check()
+            data = packer.view(bucket, self._buffers[0].device)
+            in_place = data is not None
+            if data is None:
+                data = self._buffers[bucket.index % _UNDER_WAY][: bucket.nbytes]
+                packer.pack(bucket, data)
+            group.start(data, deadline)
+        digest = packer.finish()
+        # All buckets are started; acknowledgements come only after the last broadcast has landed.
+        while group.under_way:
+            self._wait_sent(channel, group, deadline)
+        channel.wait_acked(len(buckets), deadline)
+        return digest
 
     def _begin(self, channel: SenderChannel, generations: tuple[int, ...], deadline: Deadline) -> BroadcastGroup:
         """The group of all receivers, reused only if every receiver still has the last one."""
@@ -124,7 +100,7 @@ class CollectiveSender:
             channel.tell(Kind.BEGIN, self._group.generation)
             return self._group
         assert self._store is not None, "an open sender hosts a store"
-        self._drop_group()
+        self._abandon()
         self._generation += 1
         self._group = BroadcastGroup(self._store, self._generation, 0, self._num_receivers + 1, self._device)
         channel.tell(Kind.BEGIN, self._generation)
@@ -136,28 +112,25 @@ class CollectiveSender:
         with _explained(channel, group):
             group.wait(deadline, "send a bucket to all receivers", channel.watch)
 
-    def _drop_group(self) -> None:
+    def _abandon(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
 
 
-class CollectiveReceiver:
+class CollectiveReceiver(ChannelReceiver[CollectiveSource]):
     """Implements `WeightReceiver`; rank `source.receiver + 1`."""
 
     def __init__(self, source: CollectiveSource, *, device: str | torch.device = "cpu") -> None:
-        self._source = source
+        super().__init__(source)
         self._device = _checked(device)
         self._store: dist.TCPStore | None = None
         self._group: BroadcastGroup | None = None
-        self._channel: ReceiverChannel | None = None
         self._buffers: tuple[torch.Tensor, ...] = ()
 
-    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
-        if self._channel is None:
-            self._channel = ReceiverChannel(self._source.endpoint, self._source.receiver, self._source.key)
-            self._buffers = _buffers(self._source.bucket_bytes, self._device)
-        channel, deadline = self._channel, Deadline(timeout_s)
+    def _receive(
+        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, deadline: Deadline
+    ) -> Digest | None:
         unpacker = Unpacker(manifest, sink, self._source.digest)
         buckets = broadcasts(manifest, self._source.bucket_bytes, self._device)
         places: deque[torch.Tensor | None] = deque()
@@ -166,46 +139,39 @@ class CollectiveReceiver:
             places.append(unpacker.destination(bucket, self._buffers[0].device))
             group.start(self._buffer(bucket) if places[-1] is None else places[-1], deadline)
 
-        try:
-            check_fits(manifest, self._source.bucket_bytes)
-            group = self._join(channel, manifest, deadline)
-            # Broadcasts match by order: post the first two, then one per bucket that is done.
-            for bucket in buckets[:_UNDER_WAY]:
-                start(bucket)
-            for bucket in buckets:
-                self._wait_received(channel, group, deadline, f"receive bucket {bucket.index}")
-                place = places.popleft()
-                if place is None:
-                    unpacker.unpack(bucket, self._buffer(bucket))
-                else:
-                    unpacker.landed(bucket, place)
-                channel.ack(bucket.index)
-                # The buffer is free again: post the bucket that reuses it.
-                if bucket.index + _UNDER_WAY < len(buckets):
-                    start(buckets[bucket.index + _UNDER_WAY])
-            digest = unpacker.finish()
-            channel.ack(len(buckets))
-            channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
-        except BaseException as error:
-            channel.fail(error)
-            self._drop_group()
-            raise
+        group = self._join(channel, manifest, deadline)
+        # Broadcasts match by order: post the first two, then one per bucket that is done.
+        for bucket in buckets[:_UNDER_WAY]:
+            start(bucket)
+        for bucket in buckets:
+            self._wait_received(channel, group, deadline, f"receive bucket {bucket.index}")
+            place = places.popleft()
+            if place is None:
+                unpacker.unpack(bucket, self._buffer(bucket))
+            else:
+                unpacker.landed(bucket, place)
+            channel.ack(bucket.index)
+            # The buffer is free again: post the bucket that reuses it.
+            if bucket.index + _UNDER_WAY < len(buckets):
+                start(buckets[bucket.index + _UNDER_WAY])
+        digest = unpacker.finish()
+        channel.ack(len(buckets))
         return digest
 
     def close(self) -> None:
-        """Idempotent; a later `receive` joins again."""
-        self._drop_group()
+        self._abandon()
         self._store = None
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        super().close()
         self._buffers = ()
+
+    def _attach(self) -> None:
+        self._buffers = _buffers(self._source.bucket_bytes, self._device)
 
     def _join(self, channel: ReceiverChannel, manifest: Manifest, deadline: Deadline) -> BroadcastGroup:
         channel.join(manifest, 0 if self._group is None else self._group.generation)
         generation = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
         if self._group is None or self._group.generation != generation:
-            self._drop_group()
+            self._abandon()
             if self._store is None:
                 self._store = join_store(self._source.store, deadline)
             rank, world_size = self._source.receiver + 1, self._source.num_receivers + 1
@@ -230,7 +196,7 @@ class CollectiveReceiver:
     def _buffer(self, bucket: Bucket) -> torch.Tensor:
         return self._buffers[bucket.index % _UNDER_WAY][: bucket.nbytes]
 
-    def _drop_group(self) -> None:
+    def _abandon(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -22,8 +22,8 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, e
 from asyncrl.types import Digest, DiskSource, Manifest
 from asyncrl.weights.lock_files import create_locked, publish_lock, remove_stale_publishes
 from asyncrl.weights.packing import Packer, Unpacker
-from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
+from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.shards import ShardReader, ShardWriter, plan_shards, sync_directory, writing
 
@@ -94,8 +94,8 @@ class PublishDirectory:
         return self.path / f".publish-{publish_id}"
 
 
-class DiskSender:
-    """Implements `WeightSender`. One thread at a time, except for `interrupt`."""
+class DiskSender(ChannelSender):
+    """Implements `WeightSender`."""
 
     def __init__(self, bucket_bytes: int, num_receivers: int, *, host: str = "127.0.0.1", directory: str = "") -> None:
         """
@@ -104,14 +104,10 @@ class DiskSender:
             directory: where publishes are written, at the same path for all receivers; "": the temporary directory, for
                 receivers on this machine only.
         """
-        if num_receivers < 1:
-            raise ConfigError(explain("a transfer over disk", f"{num_receivers} receivers", "use at least 1"))
-        self._bucket_bytes = bucket_bytes
-        self._num_receivers = num_receivers
+        super().__init__("a transfer over disk", bucket_bytes, num_receivers)
         self._host = host
         self._root = Path(directory or tempfile.gettempdir()).absolute()
         self._directory: PublishDirectory | None = None
-        self._channel: SenderChannel | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def open(self) -> DiskSource:
@@ -119,61 +115,32 @@ class DiskSender:
         self.close()
         try:
             self._directory = PublishDirectory(self._root)
-            self._channel = SenderChannel(f"tcp://{self._host}:*", self._num_receivers)
             self._buffer = torch.empty(self._bucket_bytes, dtype=torch.uint8)
+            return self._listen(f"tcp://{self._host}:*", DiskSource, _DIGEST, directory=str(self._directory.path))
         except BaseException:
             self.close()
             raise
-        return DiskSource(
-            endpoint=self._channel.endpoint,
-            directory=str(self._directory.path),
-            bucket_bytes=self._bucket_bytes,
-            num_receivers=self._num_receivers,
-            epoch=secrets.randbits(63),
-            key=self._channel.key,
-            digest=_DIGEST,
-        )
-
-    def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
-        if self._directory is None or self._channel is None:
-            raise WeightTransferError(explain("send weights", "the sender is closed", "call open() first"))
-        check_fits(manifest, self._bucket_bytes)
-        channel, deadline = self._channel, Deadline(timeout_s)
-        try:
-            channel.gather(manifest, deadline)
-            channel.tell(Kind.BEGIN)
-            digest = self._write(self._directory, channel, manifest, weights, deadline)
-            channel.tell(Kind.BUCKET, len(manifest.buckets) - 1)
-            channel.wait_acked(len(manifest.buckets), deadline)
-            channel.finish()
-        except BaseException as error:
-            channel.abort(f"{type(error).__name__}: {error}")
-            raise
-        return digest
-
-    def interrupt(self) -> None:
-        """As `Interruptible.interrupt`."""
-        if (channel := self._channel) is not None:
-            channel.interrupt()
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        super().close()
         if self._directory is not None:
             self._directory.close()
             self._directory = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def _write(
+    def _send(
         self,
-        directory: PublishDirectory,
         channel: SenderChannel,
+        values: tuple[int, ...],
         manifest: Manifest,
         weights: Iterable[tuple[str, torch.Tensor]],
         deadline: Deadline,
     ) -> Digest | None:
-        """Returns once the publish is complete under its final name; removes it on an error."""
+        """The receivers hear of the buckets once the publish is complete under its final name; removes it on an
+        error."""
+        directory = self._directory
+        assert directory is not None, "it is open"
+        channel.tell(Kind.BEGIN)
         packer, writer = Packer(manifest, weights, _DIGEST), None
         try:
             path = directory.begin(manifest.publish_id)
@@ -197,47 +164,36 @@ class DiskSender:
             if writer is not None:
                 writer.close()
             directory.discard(manifest.publish_id)
+        channel.tell(Kind.BUCKET, len(manifest.buckets) - 1)
+        channel.wait_acked(len(manifest.buckets), deadline)
         return digest
 
 
-class DiskReceiver:
+class DiskReceiver(ChannelReceiver[DiskSource]):
     """Implements `WeightReceiver`."""
 
     def __init__(self, source: DiskSource) -> None:
-        self._source = source
-        self._channel: ReceiverChannel | None = None
+        super().__init__(source)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
-        if self._channel is None:
-            self._channel = ReceiverChannel(self._source.endpoint, self._source.receiver, self._source.key)
-            self._buffer = torch.empty(self._source.bucket_bytes, dtype=torch.uint8)
-        channel, deadline = self._channel, Deadline(timeout_s)
-        reader = None
-        try:
-            check_fits(manifest, self._source.bucket_bytes)
-            channel.join(manifest)
-            channel.expect(Kind.BEGIN, 0, deadline, f"begin publish {manifest.publish_id}")
-            reader = ShardReader(self._directory(manifest), plan_shards(manifest.tensors))
+    def close(self) -> None:
+        super().close()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _attach(self) -> None:
+        self._buffer = torch.empty(self._source.bucket_bytes, dtype=torch.uint8)
+
+    def _receive(
+        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, deadline: Deadline
+    ) -> Digest | None:
+        channel.join(manifest)
+        channel.expect(Kind.BEGIN, 0, deadline, f"begin publish {manifest.publish_id}")
+        with closing(ShardReader(self._directory(manifest), plan_shards(manifest.tensors))) as reader:
             what = f"see publish {manifest.publish_id} on disk"
             channel.expect(Kind.BUCKET, len(manifest.buckets) - 1, deadline, what)
             digest = self._read(channel, manifest, sink, reader, deadline)
             channel.ack(len(manifest.buckets))
-            channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
-        except BaseException as error:
-            channel.fail(error)
-            raise
-        finally:
-            if reader is not None:
-                reader.close()
         return digest
-
-    def close(self) -> None:
-        """Idempotent; a later `receive` joins again."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _directory(self, manifest: Manifest) -> Path:
         """Path of the publish, before it exists. Raises WeightTransferError: the sender's directory is not visible

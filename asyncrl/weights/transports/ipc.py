@@ -23,8 +23,8 @@ from asyncrl.errors import ConfigError, TransferEnded, WeightTransferError, expl
 from asyncrl.types import Digest, IpcSource, Manifest
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker
-from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
+from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.media import (
     CudaMedium,
@@ -48,8 +48,8 @@ MakeMedium = Callable[[int], Medium]
 MakeStage = Callable[[Sequence[torch.Tensor]], Stage]
 
 
-class IpcSender:
-    """Implements `WeightSender`. One thread at a time, except for `interrupt`."""
+class IpcSender(ChannelSender):
+    """Implements `WeightSender`."""
 
     def __init__(
         self,
@@ -68,12 +68,9 @@ class IpcSender:
             make_medium: allocates device memory of the given size; default: on `device`, if it is a GPU.
             make_stage: makes the copier from device memory to shared memory.
         """
-        if num_slots < 1 or num_receivers < 1:
-            raise ConfigError(
-                explain("an ipc transfer", f"{num_slots} slots, {num_receivers} receivers", "use at least 1 of each")
-            )
-        self._bucket_bytes = bucket_bytes
-        self._num_receivers = num_receivers
+        super().__init__("an ipc transfer", bucket_bytes, num_receivers)
+        if num_slots < 1:
+            raise ConfigError(explain("an ipc transfer", f"{num_slots} slots", "use at least 1"))
         self._ring_bytes = _slot_bytes(bucket_bytes) * num_slots
         self._device = torch.device(device)
         self._make_medium = make_medium
@@ -84,7 +81,6 @@ class IpcSender:
         self._shared: HostMapping | None = None
         self._medium: Medium | None = None
         self._stage: Stage | None = None
-        self._channel: SenderChannel | None = None
         self._warned = False
 
     def open(self) -> IpcSource:
@@ -93,62 +89,23 @@ class IpcSender:
         try:
             self._segment = SharedSegment()
             proof = self._make_ring(self._segment)
-            self._channel = SenderChannel(f"ipc://{self._segment.socket_path}", self._num_receivers)
+            source = self._listen(
+                f"ipc://{self._segment.socket_path}",
+                IpcSource,
+                digest_for(self._device),
+                path=str(self._segment.path),
+                host=platform.node(),
+                device_memory="" if self._medium is None else self._medium.describe(),
+                proof=proof,
+            )
             os.chmod(self._segment.socket_path, 0o600)
         except BaseException:
             self.close()
             raise
-        return IpcSource(
-            endpoint=self._channel.endpoint,
-            path=str(self._segment.path),
-            host=platform.node(),
-            device_memory="" if self._medium is None else self._medium.describe(),
-            proof=proof,
-            bucket_bytes=self._bucket_bytes,
-            num_receivers=self._num_receivers,
-            epoch=secrets.randbits(63),
-            key=self._channel.key,
-            digest=digest_for(self._device),
-        )
-
-    def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
-        if self._segment is None or self._channel is None:
-            raise WeightTransferError(explain("send weights", "the sender is closed", "call open() first"))
-        check_fits(manifest, self._bucket_bytes)
-        channel, deadline = self._channel, Deadline(timeout_s)
-        packer = Packer(manifest, weights, digest_for(self._device))
-        try:
-            values = channel.gather(manifest, deadline)
-            kind, medium = self._choose(values, channel.notes, self._segment)
-            stage = self._stage if kind == _SHARED else None
-            slots = _slots(medium.data[: self._ring_bytes], self._bucket_bytes)
-            channel.tell(Kind.BEGIN, kind)
-            if stage is not None and manifest.buckets and packer.device_of(manifest.buckets[0]) == stage.place.device:
-                _send_staged(manifest, packer, stage, slots, channel, deadline)
-            else:
-                # A slot is free once every receiver has acknowledged its previous bucket.
-                for bucket in manifest.buckets:
-                    channel.wait_acked(bucket.index - len(slots), deadline)
-                    packer.pack(bucket, slots[bucket.index % len(slots)])
-                    medium.synchronize()
-                    channel.tell(Kind.BUCKET, bucket.index)
-            digest = packer.finish()
-            channel.wait_acked(len(manifest.buckets), deadline)
-            channel.finish()
-        except BaseException as error:
-            channel.abort(f"{type(error).__name__}: {error}")
-            raise
-        return digest
-
-    def interrupt(self) -> None:
-        """As `Interruptible.interrupt`."""
-        if (channel := self._channel) is not None:
-            channel.interrupt()
+        return source
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        super().close()
         self._stage = None
         for mapping in (self._medium, self._shared):
             if mapping is not None:
@@ -157,6 +114,33 @@ class IpcSender:
         if self._segment is not None:
             self._segment.close()
             self._segment = None
+
+    def _send(
+        self,
+        channel: SenderChannel,
+        values: tuple[int, ...],
+        manifest: Manifest,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        deadline: Deadline,
+    ) -> Digest | None:
+        assert self._segment is not None, "it is open"
+        packer = Packer(manifest, weights, digest_for(self._device))
+        kind, medium = self._choose(values, channel.notes, self._segment)
+        stage = self._stage if kind == _SHARED else None
+        slots = _slots(medium.data[: self._ring_bytes], self._bucket_bytes)
+        channel.tell(Kind.BEGIN, kind)
+        if stage is not None and manifest.buckets and packer.device_of(manifest.buckets[0]) == stage.place.device:
+            _send_staged(manifest, packer, stage, slots, channel, deadline)
+        else:
+            # A slot is free once every receiver has acknowledged its previous bucket.
+            for bucket in manifest.buckets:
+                channel.wait_acked(bucket.index - len(slots), deadline)
+                packer.pack(bucket, slots[bucket.index % len(slots)])
+                medium.synchronize()
+                channel.tell(Kind.BUCKET, bucket.index)
+        digest = packer.finish()
+        channel.wait_acked(len(manifest.buckets), deadline)
+        return digest
 
     def _make_ring(self, segment: SharedSegment) -> bytes:
         """Makes the ring in device memory and returns its proof; without device memory, makes it in shared memory and
@@ -193,7 +177,7 @@ class IpcSender:
         self._warned = True
 
 
-class IpcReceiver:
+class IpcReceiver(ChannelReceiver[IpcSource]):
     """Implements `WeightReceiver`. The sink reads views of the ring itself, without a copy. Only a bucket on another
     device than the sink's is first copied there whole, unless the host digests it: the sender can then reuse the slot,
     and digests and sinks do not use the sender's GPU."""
@@ -206,51 +190,42 @@ class IpcReceiver:
         open_medium: OpenMedium = open_device_memory,
     ) -> None:
         """`device`: where the sink's tensors live. `open_medium`: maps the device memory that a sender offers."""
-        self._source = source
+        super().__init__(source)
         self._device = torch.device(device)
         self._open_medium = open_medium
-        self._channel: ReceiverChannel | None = None
         self._shared: HostMapping | None = None
         self._mapped: Mapping | None = None
         self._note = ""
 
-    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
-        channel, deadline = self._attach(), Deadline(timeout_s)
+    def _receive(
+        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, deadline: Deadline
+    ) -> Digest | None:
         unpacker = Unpacker(manifest, sink, self._source.digest)
-        try:
-            check_fits(manifest, self._source.bucket_bytes)
-            channel.join(manifest, _SHARED if self._mapped is None else _DEVICE, self._note)
-            begin = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}")
-            medium = self._medium(begin.value)
-            ring_bytes = medium.data.numel() - (_PROOF_BYTES if begin.value == _DEVICE else 0)
-            slots = _slots(medium.data[:ring_bytes], self._source.bucket_bytes)
-            device = self._device if self._digests_there(manifest) else medium.data.device
-            for bucket in manifest.buckets:
-                what = f"read bucket {bucket.index} of {len(manifest.buckets)}"
-                channel.expect(Kind.BUCKET, bucket.index, deadline, what)
-                slot = slots[bucket.index % len(slots)][: bucket.nbytes]
-                own = slot.to(device, non_blocking=True)  # the slot itself if already on that device
-                # Read in place before the ACK frees the slot; a copy is read after it, so the sender need not wait.
-                if own is slot:
-                    unpacker.unpack(bucket, slot)
-                medium.synchronize()
-                channel.ack(bucket.index)
-                if own is not slot:
-                    unpacker.unpack(bucket, own)
-                del own
-            digest = unpacker.finish()
-            channel.ack(len(manifest.buckets))
-            channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
-        except BaseException as error:
-            channel.fail(error)
-            raise
+        channel.join(manifest, _SHARED if self._mapped is None else _DEVICE, self._note)
+        begin = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}")
+        medium = self._medium(begin.value)
+        ring_bytes = medium.data.numel() - (_PROOF_BYTES if begin.value == _DEVICE else 0)
+        slots = _slots(medium.data[:ring_bytes], self._source.bucket_bytes)
+        device = self._device if self._digests_there(manifest) else medium.data.device
+        for bucket in manifest.buckets:
+            what = f"read bucket {bucket.index} of {len(manifest.buckets)}"
+            channel.expect(Kind.BUCKET, bucket.index, deadline, what)
+            slot = slots[bucket.index % len(slots)][: bucket.nbytes]
+            own = slot.to(device, non_blocking=True)  # the slot itself if already on that device
+            # Read in place before the ACK frees the slot; a copy is read after it, so the sender need not wait.
+            if own is slot:
+                unpacker.unpack(bucket, slot)
+            medium.synchronize()
+            channel.ack(bucket.index)
+            if own is not slot:
+                unpacker.unpack(bucket, own)
+            del own
+        digest = unpacker.finish()
+        channel.ack(len(manifest.buckets))
         return digest
 
     def close(self) -> None:
-        """Idempotent; a later `receive` joins again."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        super().close()
         for mapping in (self._mapped, self._shared):
             if mapping is not None:
                 mapping.close()
@@ -260,25 +235,22 @@ class IpcReceiver:
         """True if the sink's device digests the publish; differences and kept weights need host memory."""
         return self._source.digest == "words" and manifest.encoding != "delta" and not manifest.is_kept
 
-    def _attach(self) -> ReceiverChannel:
-        """Attaches to the sender once. Raises TransferEnded: it died. WeightTransferError: it is on another machine."""
-        if self._channel is None:
+    def _attach(self) -> None:
+        """Raises TransferEnded: the sender died. WeightTransferError: it is on another machine."""
+        try:
+            self._shared = HostMapping(attach(self._source.path), self._device)
+        except TransferEnded as error:
+            if self._source.host == platform.node():
+                raise
+            found = f"the trainer is on {self._source.host}, this replica on {platform.node()}"
+            do = "set weights.transport=collective: ipc serves one machine"
+            raise WeightTransferError(explain("receive weights by ipc", found, do)) from error
+        # A failed mapping is not an error: READY carries the reason, and the publish uses shared memory.
+        if self._source.device_memory:
             try:
-                self._shared = HostMapping(attach(self._source.path), self._device)
-            except TransferEnded as error:
-                if self._source.host == platform.node():
-                    raise
-                found = f"the trainer is on {self._source.host}, this replica on {platform.node()}"
-                do = "set weights.transport=collective: ipc serves one machine"
-                raise WeightTransferError(explain("receive weights by ipc", found, do)) from error
-            # A failed mapping is not an error: READY carries the reason, and the publish uses shared memory.
-            if self._source.device_memory:
-                try:
-                    self._mapped, self._note = self._map_device(), ""
-                except WeightTransferError as error:
-                    self._note = " ".join(str(error).split())
-            self._channel = ReceiverChannel(self._source.endpoint, self._source.receiver, self._source.key)
-        return self._channel
+                self._mapped, self._note = self._map_device(), ""
+            except WeightTransferError as error:
+                self._note = " ".join(str(error).split())
 
     def _map_device(self) -> Mapping:
         """Maps the sender's device memory. Raises WeightTransferError: this process cannot."""

@@ -20,12 +20,12 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
+from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.types import Bucket, Digest, DiskSource, Manifest
 from asyncrl.weights.object_store import REACHABLE, ObjectStore, in_thread
 from asyncrl.weights.packing import Packer, Unpacker
-from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
+from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ _LOOK_S = 0.02
 _DIGEST = "xxh3"
 
 
-class ObjectSender:
-    """Implements `WeightSender`. One thread at a time, except for `interrupt`."""
+class ObjectSender(ChannelSender):
+    """Implements `WeightSender`."""
 
     def __init__(self, bucket_bytes: int, num_receivers: int, *, host: str, url: str) -> None:
         """
@@ -48,11 +48,8 @@ class ObjectSender:
             host: an address of this machine that receivers reach.
             url: where the objects are put.
         """
-        if num_receivers < 1:
-            raise ConfigError(explain("a transfer over disk", f"{num_receivers} receivers", "use at least 1"))
-        self._bucket_bytes, self._num_receivers = bucket_bytes, num_receivers
+        super().__init__("a transfer over disk", bucket_bytes, num_receivers)
         self._host, self._url = host, url.rstrip("/")
-        self._channel: SenderChannel | None = None
         self._store: ObjectStore | None = None
         self._name = ""
         self._attempts = 0
@@ -64,67 +61,51 @@ class ObjectSender:
         self.close()
         self._store = ObjectStore(self._url)
         self._name = f"asyncrl-weights-{os.getpid()}-{secrets.token_hex(8)}"
-        self._channel = SenderChannel(f"tcp://{self._host}:*", self._num_receivers)
         self._buffer = torch.empty(self._bucket_bytes, dtype=torch.uint8)
-        return DiskSource(
-            endpoint=self._channel.endpoint,
-            directory=f"{self._url}/{self._name}",
-            bucket_bytes=self._bucket_bytes,
-            num_receivers=self._num_receivers,
-            epoch=secrets.randbits(63),
-            key=self._channel.key,
-            digest=_DIGEST,
-        )
-
-    def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
-        if self._store is None or self._channel is None:
-            raise WeightTransferError(explain("send weights", "the sender is closed", "call open() first"))
-        check_fits(manifest, self._bucket_bytes)
-        channel, deadline = self._channel, Deadline(timeout_s)
-        self._attempts += 1
-        place = f"{self._name}/{self._attempts}"
-        # An attempt has its own prefix, so late uploads of a failed one cannot mix with the next.
-        uploads: deque[Future[None]] = deque()
-        try:
-            channel.gather(manifest, deadline)
-            channel.tell(Kind.BEGIN, self._attempts)
-            digest = self._upload(manifest, weights, deadline, partial(self._put, place), uploads)
-            channel.wait_acked(len(manifest.buckets), deadline)
-            channel.finish()
-        except BaseException as error:
-            channel.abort(f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            self._cleaning = [cleaning for cleaning in self._cleaning if not cleaning.done()]
-            self._cleaning.append(in_thread(partial(_clean_up, self._store, place, tuple(uploads))))
-        return digest
-
-    def interrupt(self) -> None:
-        """As `Interruptible.interrupt`."""
-        if (channel := self._channel) is not None:
-            channel.interrupt()
+        return self._listen(f"tcp://{self._host}:*", DiskSource, _DIGEST, directory=f"{self._url}/{self._name}")
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        super().close()
         if self._store is not None:
             last = in_thread(partial(_clean_up, self._store, self._name, tuple(self._cleaning)))
             wait([last], timeout=2 * CLEAN_UP_S)
             self._store, self._cleaning = None, []
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def _upload(
+    def _send(
         self,
+        channel: SenderChannel,
+        values: tuple[int, ...],
         manifest: Manifest,
         weights: Iterable[tuple[str, torch.Tensor]],
         deadline: Deadline,
+    ) -> Digest | None:
+        store = self._store
+        assert store is not None, "it is open"
+        self._attempts += 1
+        # An attempt has its own prefix, so late uploads of a failed one cannot mix with the next.
+        place = f"{self._name}/{self._attempts}"
+        packer, uploads = Packer(manifest, weights, _DIGEST), deque[Future[None]]()
+        try:
+            channel.tell(Kind.BEGIN, self._attempts)
+            digest = self._upload(channel, manifest, packer, partial(_put, store, place), uploads, deadline)
+            channel.wait_acked(len(manifest.buckets), deadline)
+        finally:
+            self._cleaning = [cleaning for cleaning in self._cleaning if not cleaning.done()]
+            self._cleaning.append(in_thread(partial(_clean_up, store, place, tuple(uploads))))
+        return digest
+
+    def _upload(
+        self,
+        channel: SenderChannel,
+        manifest: Manifest,
+        packer: Packer,
         put: Callable[[int, bytes], None],
         uploads: deque[Future[None]],
+        deadline: Deadline,
     ) -> Digest | None:
         """Returns once all buckets are in the store and announced to the receivers. `uploads`: in progress."""
-        packer, told, channel = Packer(manifest, weights, _DIGEST), 0, self._channel
-        assert channel is not None, "it is open"
+        told = 0
 
         def tell_next() -> None:
             nonlocal told
@@ -151,67 +132,39 @@ class ObjectSender:
             tell_next()
         return digest
 
-    def _put(self, place: str, bucket: int, data: bytes) -> None:
-        assert self._store is not None
-        self._store.put(f"{place}/{bucket}", data)
 
-
-class ObjectReceiver:
+class ObjectReceiver(ChannelReceiver[DiskSource]):
     """Implements `WeightReceiver`."""
 
     def __init__(self, source: DiskSource) -> None:
-        self._source = source
-        self._channel: ReceiverChannel | None = None
+        super().__init__(source)
         self._store: ObjectStore | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
-        """As `WeightReceiver.receive`. Raises ConfigError too: fsspec cannot serve the URL here."""
-        if self._channel is None or self._store is None:
-            self._store = ObjectStore(self._source.directory)
-            self._channel = ReceiverChannel(self._source.endpoint, self._source.receiver, self._source.key)
-            self._buffer = torch.empty(self._source.bucket_bytes, dtype=torch.uint8)
-        channel, deadline = self._channel, Deadline(timeout_s)
-        try:
-            check_fits(manifest, self._source.bucket_bytes)
-            channel.join(manifest)
-            what = f"begin publish {manifest.publish_id}"
-            attempt = channel.expect(Kind.BEGIN, None, deadline, what).value
-            digest = self._fetch(channel, manifest, sink, deadline, partial(self._get, self._store, attempt))
-            channel.ack(len(manifest.buckets))
-            channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
-        except BaseException as error:
-            channel.fail(error)
-            raise
-        return digest
-
     def close(self) -> None:
-        """Idempotent; a later `receive` joins again."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        super().close()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    @staticmethod
-    def _get(store: ObjectStore, attempt: int, bucket: Bucket) -> bytes:
-        return store.get(f"{attempt}/{bucket.index}")
+    def _attach(self) -> None:
+        """Raises ConfigError: fsspec cannot serve the URL here."""
+        self._store = ObjectStore(self._source.directory)
+        self._buffer = torch.empty(self._source.bucket_bytes, dtype=torch.uint8)
 
-    def _fetch(
-        self,
-        channel: ReceiverChannel,
-        manifest: Manifest,
-        sink: WeightSink,
-        deadline: Deadline,
-        get: Callable[[Bucket], bytes],
+    def _receive(
+        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, deadline: Deadline
     ) -> Digest | None:
         """Fetches announced buckets concurrently and applies them in order."""
+        store = self._store
+        assert store is not None, "a receiver attaches first"
+        channel.join(manifest)
+        attempt = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
         unpacker, buckets = Unpacker(manifest, sink, self._source.digest), manifest.buckets
         fetches: deque[Future[bytes]] = deque()
         told = begun = applied = 0
         while applied < len(buckets):
             # Phase 1: start fetches of announced buckets, at most AT_ONCE.
             while begun < told and len(fetches) < AT_ONCE:
-                fetches.append(in_thread(partial(get, buckets[begun])))
+                fetches.append(in_thread(partial(store.get, f"{attempt}/{buckets[begun].index}")))
                 begun += 1
             # Phase 2: apply the oldest finished fetch, or wait for the next announcement.
             bucket = buckets[applied]
@@ -228,13 +181,19 @@ class ObjectReceiver:
                 told += 1
             elif not deadline.remaining_s():
                 raise _late(f"receiver {self._source.receiver} to {what}", deadline)
-        return unpacker.finish()
+        digest = unpacker.finish()
+        channel.ack(len(buckets))
+        return digest
 
     def _apply(self, unpacker: Unpacker, bucket: Bucket, data: bytes, what: str) -> None:
         if len(data) != bucket.nbytes:
             raise WeightTransferError(explain(what, f"{len(data)} bytes instead of {bucket.nbytes}", REACHABLE))
         self._buffer[: bucket.nbytes].numpy()[:] = np.frombuffer(data, np.uint8)
         unpacker.unpack(bucket, self._buffer)
+
+
+def _put(store: ObjectStore, place: str, bucket: int, data: bytes) -> None:
+    store.put(f"{place}/{bucket}", data)
 
 
 def _outcome(done: Future[T], asked: str) -> T:

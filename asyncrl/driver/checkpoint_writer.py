@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.checkpoint.store import CheckpointStore, RunState
@@ -18,6 +18,9 @@ from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.types import PartialGroup
 from asyncrl.types.events import CheckpointFailed, CheckpointLate, CheckpointSaved, Event
+
+if TYPE_CHECKING:  # the writer is tested without Ray
+    from asyncrl.driver.fleet.trainer_pool import TrainerPool
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +36,6 @@ GRACE_S = 10.0
 
 PING_S = 20.0
 """Longest wait for the ping of a process whose part is late."""
-
-
-class TrainerState(Protocol):
-    async def capture(self) -> None: ...
-    async def save(self, path: Path, timeout_s: float) -> Mapping[str, FileDigest]: ...
-    async def ping(self, timeout_s: float) -> float: ...
 
 
 class CheckpointWriter:
@@ -59,7 +56,7 @@ class CheckpointWriter:
         store: CheckpointStore,
         partials: Callable[[float], Awaitable[list[PartialGroup]]],
         queue: ActorClient[MessageQueue],
-        trainers: TrainerState,
+        trainers: TrainerPool,
         *,
         on_event: Callable[[Event], None],
     ) -> None:

@@ -1,0 +1,124 @@
+"""Base classes of senders and receivers with a control channel: joining, acknowledging, and telling the peers why a
+publish failed. A transport adds how the bytes move."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from asyncrl.errors import ConfigError, WeightTransferError, explain
+from asyncrl.types import Digest, DigestKind, Manifest, TransferSource
+from asyncrl.weights.plan import check_fits
+from asyncrl.weights.transport import WeightSink
+from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
+
+S = TypeVar("S", bound=TransferSource)
+
+
+class ChannelSender:
+    """The common part of a `WeightSender`. One thread at a time, except for `interrupt`."""
+
+    def __init__(self, what: str, bucket_bytes: int, num_receivers: int) -> None:
+        """`what`: the transfer, in the message of an error."""
+        if num_receivers < 1:
+            raise ConfigError(explain(what, f"{num_receivers} receivers", "use at least 1"))
+        self._bucket_bytes = bucket_bytes
+        self._num_receivers = num_receivers
+        self._channel: SenderChannel | None = None
+
+    def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
+        if self._channel is None:
+            raise WeightTransferError(explain("send weights", "the sender is closed", "call open() first"))
+        check_fits(manifest, self._bucket_bytes)
+        channel, deadline = self._channel, Deadline(timeout_s)
+        try:
+            values = channel.gather(manifest, deadline)
+            digest = self._send(channel, values, manifest, weights, deadline)
+            channel.finish()
+        except BaseException as error:
+            channel.abort(f"{type(error).__name__}: {error}")
+            self._abandon()
+            raise
+        return digest
+
+    def interrupt(self) -> None:
+        """As `Interruptible.interrupt`."""
+        if (channel := self._channel) is not None:
+            channel.interrupt()
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _listen(self, endpoint: str, source: Callable[..., S], digest: DigestKind, **own: Any) -> S:
+        """Opens the control channel; returns the source for receivers. `own`: the transport's fields of `source`."""
+        self._channel = SenderChannel(endpoint, self._num_receivers)
+        return source(
+            endpoint=self._channel.endpoint,
+            bucket_bytes=self._bucket_bytes,
+            num_receivers=self._num_receivers,
+            epoch=secrets.randbits(63),
+            key=self._channel.key,
+            digest=digest,
+            **own,
+        )
+
+    def _send(
+        self,
+        channel: SenderChannel,
+        values: tuple[int, ...],
+        manifest: Manifest,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        deadline: Deadline,
+    ) -> Digest | None:
+        """From BEGIN until every receiver has acknowledged the whole publish. `values`: of their READY messages."""
+        raise NotImplementedError
+
+    def _abandon(self) -> None:
+        """Called after a failed publish, once the receivers know of it."""
+
+
+class ChannelReceiver(Generic[S]):
+    """The common part of a `WeightReceiver`."""
+
+    def __init__(self, source: S) -> None:
+        self._source = source
+        self._channel: ReceiverChannel | None = None
+
+    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
+        if self._channel is None:
+            self._attach()
+            self._channel = ReceiverChannel(self._source.endpoint, self._source.receiver, self._source.key)
+        channel, deadline = self._channel, Deadline(timeout_s)
+        try:
+            check_fits(manifest, self._source.bucket_bytes)
+            digest = self._receive(channel, manifest, sink, deadline)
+            channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
+        except BaseException as error:
+            channel.fail(error)
+            self._abandon()
+            raise
+        return digest
+
+    def close(self) -> None:
+        """Idempotent; a later `receive` joins again."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _attach(self) -> None:
+        """Makes what a connected receiver keeps, before it connects."""
+        raise NotImplementedError
+
+    def _receive(
+        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, deadline: Deadline
+    ) -> Digest | None:
+        """From READY until the whole publish is in `sink` and acknowledged."""
+        raise NotImplementedError
+
+    def _abandon(self) -> None:
+        """Called after a failed publish, once the sender knows of it."""
