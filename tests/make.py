@@ -34,6 +34,11 @@ def group(ordinal=0, attempt=0, *, rewards=(0.0, 1.0), versions=(0,)) -> Traject
     return TrajectoryGroup(ordinal, attempt, tuple(members))
 
 
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
+)
+
+
 def require_sglang() -> None:
     """Skips where SGLang is not installed; fails where it cannot be used."""
     if importlib.util.find_spec("sglang") is None:

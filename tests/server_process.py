@@ -8,11 +8,36 @@ import socket
 import subprocess
 import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 START_S = 300.0
+
+
+def free_port() -> int:
+    """Of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def listening(*command: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process that listens on the port that is its last argument, and that port."""
+    port, deadline = free_port(), time.monotonic() + 100
+    process = subprocess.Popen([*command, str(port)])
+    try:
+        while True:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+                break
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
 
 
 class ServerProcess:
@@ -24,8 +49,7 @@ class ServerProcess:
     """
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str], *, ready: str = "/health") -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = listener.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
         self._command = [*command, "--host", "127.0.0.1", "--port", str(self.port)]

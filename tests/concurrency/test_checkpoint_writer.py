@@ -98,8 +98,7 @@ async def test_in_the_foreground_it_is_there_when_save_returns(tmp_path):
 
 async def test_failures_are_counted_and_too_many_in_a_row_end_the_run(tmp_path):
     rig = Rig(tmp_path, max_failures=1)
-    rig.trainers.errors = [OSError(28, "No space left"), None]
-    rig.trainers.errors.pop()
+    rig.trainers.errors = [OSError(28, "No space left")]
     await rig.save(2)
     await rig.writer.settle()
     assert (rig.saved(), rig.events) == ([], [("checkpoint_failed", 2)])
@@ -107,7 +106,6 @@ async def test_failures_are_counted_and_too_many_in_a_row_end_the_run(tmp_path):
     await rig.save(4)  # a good one in between begins the count anew
     await rig.writer.settle()
     rig.trainers.errors = [OSError(28, "No space left")]
-    rig.queue.errors = []
     await rig.save(6)
     await rig.writer.settle()
     rig.queue.errors = [OSError(28, "No space left")]

@@ -2,31 +2,23 @@
 In every training step each engine that lives is asleep, whatever was lost before or is lost meanwhile."""
 
 import asyncio
-import json
 import random
 
 import pytest
-from rich.console import Console
 
-from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_recipe
-from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.fleet import engine_turns, replica_pool
 from asyncrl.driver.fleet.device_turns import SharedDevices
 from asyncrl.driver.fleet.engine_turns import EngineTurns
 from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
-from asyncrl.driver.interfaces import Parts
-from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed
 from asyncrl.inference.replica import Replica
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.metrics_log import MetricsLog
-from asyncrl.observability.progress import ProgressView
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.fake_fleet import GOOD, FakeTrainer
-from asyncrl_testing.local import LocalActor
-from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, until
+from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, Written, parts_of, until
+from tests.concurrency.test_coordinator import _short_polls as _short_polls
 
 pytestmark = pytest.mark.concurrency
 
@@ -35,8 +27,6 @@ PARTS = {"weights", "kv_cache"}
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch):
-    for module in (coordinator, evaluation_schedule):
-        monkeypatch.setattr(module, "POLL_S", 0.005)
     for module in (replica_pool, engine_turns):
         monkeypatch.setattr(module, "ASK_AGAIN_S", 0.002)
     monkeypatch.setattr(engine_turns, "SLEEP_S", 0.2)
@@ -125,7 +115,7 @@ class Steps(Trainers):
         return outcome
 
 
-class Rig:
+class Rig(Written):
     def __init__(self, path, *overrides, max_steps=3, num=2, max_restarts=50, **settings):
         self.path, self.training, self.steps, self.load_s, self.exit_s = path, False, 0, 0.0, 0.004
         self.processes = []
@@ -138,13 +128,13 @@ class Rig:
                 *("placement=colocated", "mode=sync", f"rollout.num_replicas={num}", *overrides),
             ],
         )
-        self.events = EventLog(path / "events.jsonl")
+        self.log = EventLog(path / "events.jsonl")
         times = {"start_timeout_s": 5, "health_interval_s": 0.004, "health_timeout_s": 1, **settings}
         self.pool = ReplicaPool(
             self.spawn,
             num,
             PoolSettings(max_restarts, restart_delay_s=0, **times),
-            on_event=self.events.write,
+            on_event=self.log.write,
             devices=(devices := SharedDevices()),
         )
         self.engines = EngineTurns(self.pool, devices, start_timeout_s=times["start_timeout_s"])
@@ -153,25 +143,9 @@ class Rig:
         self.coordinator = self.new_coordinator()
 
     def new_coordinator(self):
-        return Coordinator(
-            self.recipe,
-            Parts(
-                queue=LocalActor(self.queue),
-                trainers=self.trainers,
-                rollouter=self.rollouter,
-                replicas=self.pool,
-                weights=CheckpointEngine(
-                    self.recipe.weights, self.trainer, self.pool, interrupt=self.recipe.interrupt, blame_s=0.01
-                ),
-                checkpoints=CheckpointStore(self.path / "checkpoints", keep=2),
-                metrics=MetricsLog(self.path / "metrics.jsonl"),
-                events=self.events,
-                progress=ProgressView(Console(quiet=True), max_steps=3, live=False),
-                prompts_digest="digest",
-                engines=self.engines,
-            ),
-            None,
-        )
+        interrupt = self.recipe.interrupt
+        parts = parts_of(self, self.pool, self.log, interrupt=interrupt, engines=self.engines, blame_s=0.01)
+        return Coordinator(self.recipe, parts, None)
 
     def spawn(self, replica_id):
         self.processes.append(Process(replica_id, self))
@@ -197,13 +171,6 @@ class Rig:
     def versions(self):
         return [p.replica._engine.health().version for p in self.living()]
 
-    def of_kind(self, kind):
-        events = map(json.loads, (self.path / "events.jsonl").read_text().splitlines())
-        return [event for event in events if event["event"] == kind]
-
-    def lines(self):
-        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
-
 
 @pytest.mark.parametrize(
     "overrides",
@@ -218,14 +185,10 @@ async def test_the_phases_alternate(tmp_path, overrides):
     await asyncio.wait_for(rig.coordinator.run(), 20)
     assert rig.versions() == [3, 3]
     assert all(p.engine.asleep == frozenset() for p in rig.processes), "the last publish has woken them"
-    order = [
-        (e["event"], e.get("step", e.get("version")))
-        for e in map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-        if e["event"] in ("engines_slept", "step", "publish")
-    ]
+    order = rig.told("engines_slept", "step", "publish")
     turns = [(("engines_slept", n), ("step", n), ("publish", n)) for n in (1, 2, 3)]
     assert order == [("publish", 0), *(entry for turn in turns for entry in turn)]
-    for line in rig.lines():
+    for line in rig.metrics:
         assert line["sleep/asleep_s"] > 0
         assert line["sleep/begin_s"] > 0
         assert line["sleep/waking_s"] >= 0
@@ -250,7 +213,7 @@ async def test_a_replica_that_dies_in_the_trainers_turn_is_replaced_after_it(tmp
     rig.queue.ready[1].set()
     await running
     assert rig.steps == 3
-    assert rig.of_kind("engines_slept")[1]["replicas"] == [0, 1]
+    assert rig.events("engines_slept")[1]["replicas"] == [0, 1]
 
 
 async def test_a_run_whose_replicas_all_die_in_the_trainers_turn_goes_on(tmp_path):
@@ -283,8 +246,8 @@ async def test_a_replica_that_does_not_sleep_is_killed_and_the_step_waits_for_it
     await running
     assert stuck.exited
     assert rig.steps == 3
-    assert [e["replica"] for e in rig.of_kind("replica_failed")] == [1]
-    assert rig.of_kind("engines_slept")[0]["replicas"] == [0]
+    assert [e["replica"] for e in rig.events("replica_failed")] == [1]
+    assert rig.events("engines_slept")[0]["replicas"] == [0]
 
 
 async def test_a_suspended_replica_is_killed_because_nobody_knows_whether_it_sleeps(tmp_path):
@@ -294,7 +257,7 @@ async def test_a_suspended_replica_is_killed_because_nobody_knows_whether_it_sle
     await until(lambda: rig.queue.leases > 1)
     late = rig.processes[0]
     late.mute = True
-    await until(lambda: rig.of_kind("replica_suspended"))
+    await until(lambda: rig.events("replica_suspended"))
     rig.queue.ready[0].set()
     await running
     assert late.killed
@@ -306,9 +269,9 @@ async def test_a_replica_that_is_late_while_it_sleeps_rejoins(tmp_path):
 
     async def late():
         rig.processes[0].mute = True
-        await until(lambda: rig.of_kind("replica_suspended"))
+        await until(lambda: rig.events("replica_suspended"))
         rig.processes[0].mute = False
-        await until(lambda: rig.of_kind("replica_rejoined"))
+        await until(lambda: rig.events("replica_rejoined"))
 
     rig.trainers.on_step[0] = late
     await rig.run()
@@ -326,7 +289,7 @@ async def test_the_step_waits_for_a_replica_that_loads(tmp_path):
     await until(lambda: rig.processes[2:] and rig.processes[2].loaded)
     rig.queue.ready[0].set()
     await running
-    assert rig.of_kind("engines_slept")[0]["replicas"] == [0, 1]
+    assert rig.events("engines_slept")[0]["replicas"] == [0, 1]
     assert rig.steps == 3
 
 

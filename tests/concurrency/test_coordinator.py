@@ -224,7 +224,43 @@ class Fleet(FakeFleet):
         raise await asyncio.shield(self.lost)
 
 
-class Rig:
+def parts_of(rig, replicas, log, *, interrupt="abort_resume", engines=None, **times):
+    """The scripted parts of a rig, and real ones around them."""
+    return Parts(
+        queue=LocalActor(rig.queue),
+        trainers=rig.trainers,
+        rollouter=rig.rollouter,
+        replicas=replicas,
+        weights=CheckpointEngine(rig.recipe.weights, rig.trainer, replicas, interrupt=interrupt, **times),
+        checkpoints=CheckpointStore(rig.path / "checkpoints", keep=2),
+        metrics=MetricsLog(rig.path / "metrics.jsonl"),
+        events=log,
+        progress=ProgressView(Console(quiet=True), max_steps=rig.recipe.run.max_steps, live=False),
+        prompts_digest="digest",
+        engines=engines,
+    )
+
+
+class Written:
+    """What the run in directory `path` has written."""
+
+    path: Path
+
+    @property
+    def metrics(self):
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def events(self, *kinds):
+        events = map(json.loads, (self.path / "events.jsonl").read_text().splitlines())
+        return [event for event in events if event["event"] in kinds]
+
+    def told(self, *kinds):
+        """(kind, version or step) of these events."""
+        return [(event["event"], event.get("version", event.get("step"))) for event in self.events(*kinds)]
+
+
+class Rig(Written):
     """A run of two replicas, without evaluations unless asked for."""
 
     def __init__(self, tmp_path, *overrides, max_steps=1, start_from=None):
@@ -233,20 +269,8 @@ class Rig:
         self.recipe = load_recipe(QUICKSTART, ["eval.every_steps=0", *fixed, *overrides])
         self.queue, self.trainers, self.rollouter = Queue(), Trainers(), Rollouter()
         self.trainer, self.fleet = FakeTrainer(), Fleet(2)
-        self.checkpoints = CheckpointStore(tmp_path / "checkpoints", keep=2)
-        parts = Parts(
-            queue=LocalActor(self.queue),
-            trainers=self.trainers,
-            rollouter=self.rollouter,
-            replicas=self.fleet,
-            weights=CheckpointEngine(self.recipe.weights, self.trainer, self.fleet, interrupt="abort_resume"),
-            checkpoints=self.checkpoints,
-            metrics=MetricsLog(tmp_path / "metrics.jsonl"),
-            events=EventLog(tmp_path / "events.jsonl"),
-            progress=ProgressView(Console(quiet=True), max_steps=max_steps, live=False),
-            prompts_digest="digest",
-        )
-        self.coordinator = Coordinator(self.recipe, parts, start_from)
+        self.parts = parts_of(self, self.fleet, EventLog(tmp_path / "events.jsonl"))
+        self.coordinator = Coordinator(self.recipe, self.parts, start_from)
 
     def run(self):
         return asyncio.create_task(asyncio.wait_for(self.coordinator.run(), 20))
@@ -256,11 +280,7 @@ class Rig:
         return [m.version for m in self.trainer.sent]
 
     def saved(self):
-        return [path.name for path in self.checkpoints.all()]
-
-    def events(self, kind):
-        events = map(json.loads, (self.path / "events.jsonl").read_text().splitlines())
-        return [event for event in events if event["event"] == kind]
+        return [path.name for path in self.parts.checkpoints.all()]
 
 
 @pytest.mark.parametrize("overlap", ["weights.overlap=true", "weights.overlap=false"])
@@ -383,11 +403,13 @@ async def test_a_publish_goes_on_beside_the_next_step_and_ends_before_its_commit
     await running
     assert rig.sent() == rig.queue.published_versions == [0, 1, 2, 3, 4]
     assert rig.trainers.snapshots == 5
-    told = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
-    told = [(e["event"], e.get("version", e.get("step"))) for e in told if e["event"] in ("publish", "step")]
-    assert told == [("publish", 0), *((kind, n) for n in (1, 2, 3, 4) for kind in ("step", "publish"))]
-    metrics = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["weights/replicas"] for line in metrics] == [0, 2, 2, 2], "each line has the publish that ended in it"
+    assert rig.told("publish", "step") == [
+        ("publish", 0),
+        *((kind, n) for n in (1, 2, 3, 4) for kind in ("step", "publish")),
+    ]
+    assert [line["weights/replicas"] for line in rig.metrics] == [0, 2, 2, 2], (
+        "each line has the publish that ended in it"
+    )
 
 
 async def test_a_publish_beside_training_that_fails_ends_the_run_while_it_waits_for_groups(tmp_path, caplog):
@@ -454,13 +476,13 @@ async def test_beside_a_publish_the_next_lease_comes_with_the_commit_and_metrics
     lines = []
 
     async def count():
-        await until(lambda: len(_metrics(tmp_path)) == len(lines) + 1)  # the line of the step before
+        await until(lambda: len(rig.metrics) == len(lines) + 1)  # the line of the step before
         lines.append(1)
 
     rig.trainers.on_step = {1: count, 2: count}
     await rig.run()
     assert len(lines) == 2
-    assert [line["step"] for line in _metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in rig.metrics] == [1, 2, 3, 4, 5, 6]
     assert rig.queue.leases == 2, "of the first step, and of the one after the checkpoint"
     assert (rig.queue.committed, rig.sent()) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6])
     assert rig.saved() == ["step_3", "step_6"]
@@ -489,16 +511,8 @@ async def test_the_next_step_is_planned_and_fetched_while_one_trains(tmp_path, i
     assert rig.trainers.ahead == [1, 2], "the last step has no successor"
     assert planned == ([0, 1, 2] if is_right else [0, 1, 1, 2, 2]), "the lease decides"
     assert {s.ordinal for p in rig.trainers.plans for m in p.microbatches for s in m} == {0}
-
-
-async def test_parts_count_steps_from_0_and_people_from_1(tmp_path):
-    rig = Rig(tmp_path, max_steps=2)
-    rig.trainers.on_step[0] = lambda: until(lambda: rig.trainers.ahead)
-    await rig.run()
-    assert [plan.step for plan in rig.trainers.plans] == rig.queue.committed == [0, 1]
-    assert rig.trainers.ahead == [1], "the next step, while the step before it trains"
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines] == [event["step"] for event in rig.events("step")] == [1, 2]
+    assert [plan.step for plan in rig.trainers.plans] == rig.queue.committed == [0, 1, 2], "parts count from 0"
+    assert [line["step"] for line in rig.metrics] == [event["step"] for event in rig.events("step")] == [1, 2, 3]
 
 
 async def test_a_rank_that_dies_while_it_fetches_ahead_ends_the_step_with_its_error(tmp_path):
@@ -536,37 +550,32 @@ async def test_a_stop_after_the_next_lease_has_come_trains_that_step(tmp_path):
     rig.queue.commit = stopped
     await rig.run()
     assert (rig.queue.committed, rig.saved()) == ([0, 1], ["step_2"])
-    assert [line["step"] for line in _metrics(tmp_path)] == [1, 2]
+    assert [line["step"] for line in rig.metrics] == [1, 2]
 
 
-async def test_metrics_that_cannot_be_written_beside_training_end_the_run(tmp_path, monkeypatch):
-    rig = Rig(tmp_path, "weights.overlap=true", max_steps=9)
-
-    def full(self, record):
-        raise StorageError("no space left")
-
-    monkeypatch.setattr(MetricsLog, "write", full)
-    with pytest.raises(StorageError, match="no space"):
-        await rig.run()
-    assert rig.queue.committed == [0], "the step that trained meanwhile is not committed"
-
-
-async def test_metrics_that_cannot_be_written_are_told_when_training_fails_first(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("fails", "error", "match"), [(False, StorageError, "no space"), (True, RunFailed, "not finite")]
+)
+async def test_metrics_that_cannot_be_written_beside_training_end_the_run_or_are_told_when_it_fails_first(
+    tmp_path, monkeypatch, caplog, fails, error, match
+):
     rig, tried = Rig(tmp_path, "weights.overlap=true", max_steps=9), []
 
-    async def fails():
+    async def train():
         await until(lambda: tried)
-        raise RunFailed("the loss is not finite")
+        if fails:
+            raise RunFailed("the loss is not finite")
 
     def full(self, record):
         tried.append(record)
         raise StorageError("no space left")
 
     monkeypatch.setattr(MetricsLog, "write", full)
-    rig.trainers.on_step = {1: fails}
-    with pytest.raises(RunFailed, match="not finite"):
+    rig.trainers.on_step = {1: train}
+    with pytest.raises(error, match=match):
         await rig.run()
-    assert "no space left" in caplog.text
+    assert rig.queue.committed == [0], "the step that trained meanwhile is not committed"
+    assert not fails or "no space left" in caplog.text
 
 
 async def test_the_metrics_of_a_committed_step_are_written_when_the_next_one_fails(tmp_path):
@@ -585,7 +594,7 @@ async def test_the_metrics_of_a_committed_step_are_written_when_the_next_one_fai
     rig.trainers.on_step = {1: fails}
     with pytest.raises(RunFailed, match="not finite"):
         await rig.run()
-    assert [line["step"] for line in _metrics(tmp_path)] == [1]
+    assert [line["step"] for line in rig.metrics] == [1]
 
 
 @pytest.mark.parametrize("watches", ["staleness.guard=watch", "eval.every_steps=1"])
@@ -593,11 +602,6 @@ async def test_what_looks_at_a_step_looks_before_the_next_lease(tmp_path, watche
     rig = Rig(tmp_path, "weights.overlap=true", watches, max_steps=3)
     await rig.run()
     assert rig.queue.leases == 3
-
-
-def _metrics(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.mark.parametrize("every", ["checkpoint.every_steps=1", "eval.every_steps=1"])
@@ -689,8 +693,7 @@ async def test_the_guard_lowers_the_limit_after_a_publish_and_ends_the_run_with_
     assert [(e["step"], e["action"], e["acted"]) for e in rig.events("guard_changed")] == [
         *((1, "tightened", True), (3, "stopped", True)),
     ]
-    metrics = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["guard/limit"], line["guard/state"], line["queue/expired"]) for line in metrics] == [
+    assert [(line["guard/limit"], line["guard/state"], line["queue/expired"]) for line in rig.metrics] == [
         *((1, 1, 3), (1, 1, 0), (1, 3, 0)),
     ]
     # It goes on with the limit that it had, before anything is published.

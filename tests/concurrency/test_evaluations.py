@@ -1,41 +1,21 @@
 """Evaluations beside training: a real pool, checkpoint engine and coordinator over scripted processes."""
 
 import asyncio
-import json
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
-from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.load import load_recipe
-from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
-from asyncrl.driver.interfaces import Parts
-from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import DeadlineExceeded, GenerationError, Process, ProcessDied
 from asyncrl.observability.events import EventLog
-from asyncrl.observability.metrics_log import MetricsLog
-from asyncrl.observability.progress import ProgressView
 from asyncrl.types import EvalResult
 from asyncrl_testing.fake_fleet import FakeReplica, FakeTrainer
-from asyncrl_testing.local import LocalActor
-from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers
+from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, Written, parts_of, until
+from tests.concurrency.test_coordinator import _short_polls as _short_polls
 
 pytestmark = pytest.mark.concurrency
-
-
-@pytest.fixture(autouse=True)
-def _short_polls(monkeypatch):
-    for module in (coordinator, evaluation_schedule):
-        monkeypatch.setattr(module, "POLL_S", 0.005)
-
-
-async def until(condition):
-    async with asyncio.timeout(50):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 class Control(FakeReplica):
@@ -81,12 +61,11 @@ class Evaluating(Rollouter):
         replicas = None if leased is None else {i: row.handle for i, row in leased.rows.items()}
         self.asked.append((name, None if replicas is None else sorted(replicas)))
         version = await self.on_evaluate.pop(0)(replicas) if self.on_evaluate else None
-        return EvalResult(
-            name, 0.5, 0.5, 4.0, 10, 0, interval=(0.2, 0.8), versions=() if version is None else (version,)
-        )
+        versions = () if version is None else (version,)
+        return EvalResult(name, 0.5, 0.5, 4.0, 10, 0, interval=(0.2, 0.8), versions=versions)
 
 
-class Rig:
+class Rig(Written):
     """A run of `num` replicas that evaluates on one of them after every second step."""
 
     def __init__(self, tmp_path, *overrides, num=2, max_steps=6):
@@ -99,12 +78,12 @@ class Rig:
         self.tables = []
         self.may_start = asyncio.Event()
         self.may_start.set()
-        self.events_log = EventLog(tmp_path / "events.jsonl")
+        self.log = EventLog(tmp_path / "events.jsonl")
         self.pool = ReplicaPool(
             self._spawn,
             num,
             PoolSettings(5, start_timeout_s=5, health_interval_s=0.005, health_timeout_s=1, restart_delay_s=0),
-            on_event=self.events_log.write,
+            on_event=self.log.write,
         )
 
     def _spawn(self, replica_id):
@@ -118,34 +97,13 @@ class Rig:
     async def start(self):
         await self.pool.set_listener(self._route)
         await self.pool.start()
-        parts = Parts(
-            queue=LocalActor(self.queue),
-            trainers=self.trainers,
-            rollouter=self.rollouter,
-            replicas=self.pool,
-            weights=CheckpointEngine(self.recipe.weights, self.trainer, self.pool, interrupt="abort_resume"),
-            checkpoints=CheckpointStore(self.path / "checkpoints", keep=2),
-            metrics=MetricsLog(self.path / "metrics.jsonl"),
-            events=self.events_log,
-            progress=ProgressView(Console(quiet=True), max_steps=9, live=False),
-            prompts_digest="digest",
-        )
-        self.coordinator = Coordinator(self.recipe, parts, None)
+        self.coordinator = Coordinator(self.recipe, parts_of(self, self.pool, self.log), None)
         self.running = asyncio.create_task(asyncio.wait_for(self.coordinator.run(), 60))
         return self
-
-    @property
-    def metrics(self):
-        path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def evaluated(self):
         """step -> (version, accuracy) of the lines that carry an evaluation."""
         return {m["step"]: (m["eval/version"], m["eval/accuracy"]) for m in self.metrics if "eval/accuracy" in m}
-
-    def events(self, *kinds):
-        events = map(json.loads, (self.path / "events.jsonl").read_text().splitlines())
-        return [event for event in events if event["event"] in kinds]
 
     async def stepped(self, step):
         await until(lambda: self.coordinator.step >= step and len(self.metrics) >= step)
@@ -155,13 +113,8 @@ class Held:
     """An evaluation that goes on until `end` is set; then `raises`, or answers with `version`."""
 
     def __init__(self, raises=None, version=None):
-        self.begun, self.end, self.raises, self.version, self.cancelled = (
-            asyncio.Event(),
-            asyncio.Event(),
-            raises,
-            version,
-            0,
-        )
+        self.begun, self.end = asyncio.Event(), asyncio.Event()
+        self.raises, self.version, self.cancelled = raises, version, 0
 
     async def __call__(self, replicas):
         self.replicas = replicas

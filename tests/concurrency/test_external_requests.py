@@ -4,7 +4,6 @@ publish up."""
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,11 +18,11 @@ from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.types import GenerationRequest, ReplicaTable, RunServerStats, SamplingParams
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalActor, publish
+from tests.concurrency.test_coordinator import QUICKSTART, until
 
 pytestmark = pytest.mark.concurrency
 
 LONG = 1_000_000
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 
 
 @asynccontextmanager
@@ -42,12 +41,6 @@ async def serving(total=4, external=2, external_timeout_s=20.0, version=1):
 
 def request(name, max_tokens=LONG):
     return GenerationRequest(name, np.array([7], np.int32), SamplingParams(max_tokens=max_tokens))
-
-
-async def until(condition):
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 async def ends(replica, client, count=1):
@@ -90,16 +83,6 @@ async def test_external_requests_take_their_share_and_only_places_that_the_run_l
         assert (ended.request_id, len(ended.token_ids)) == ("x3", 0)
 
 
-async def test_a_request_of_the_run_never_waits_for_a_place():
-    async with serving(total=2, external=2) as (replica, engine):
-        await replica.submit("outside", [request("x0"), request("x1")], True)
-        await until(lambda: engine.health().running == 2)
-        await replica.submit("run", [request("r0", 4)])
-        await until(lambda: engine.health().waiting == 1)
-        await replica.abort(["x0"])
-        assert (await ends(replica, "run"))[0].finish_reason == "length"
-
-
 async def test_a_drain_waits_for_the_run_alone():
     """A long request from outside is aborted and comes back; one of the run finishes first."""
     async with serving() as (replica, engine):
@@ -112,6 +95,8 @@ async def test_a_drain_waits_for_the_run_alone():
         (inside,) = await ends(replica, "run")
         assert (outside.finish_reason, inside.finish_reason) == ("abort", "length")
         assert (outside.version, inside.version) == (1, 1)
+        stats = await replica.stats()
+        assert stats.health.generated_tokens == 2000 + stats.external_tokens, "tokens for clients are counted apart"
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "drain"])
@@ -147,16 +132,6 @@ async def test_a_replica_without_a_server_refuses_them():
     async with serving(external=0) as (replica, _):
         with pytest.raises(GenerationError, match=r"rollout\.serve\.enabled=true"):
             await replica.submit("outside", [request("x0")], True)
-
-
-async def test_tokens_for_clients_are_counted_apart():
-    async with serving() as (replica, _):
-        await replica.submit("outside", [request("x0", 10)], True)
-        await replica.submit("run", [request("r0", 30)])
-        await ends(replica, "outside")
-        await ends(replica, "run")
-        stats = await replica.stats()
-        assert (stats.external_tokens, stats.health.generated_tokens) == (10, 40)
 
 
 class ScriptedServer:

@@ -60,6 +60,12 @@ class Fleet:
             while sum(engine.health().generated_tokens for engine in self.engines) < count:
                 await asyncio.sleep(0.0005)
 
+    async def idle(self):
+        """Waits until the engines have nothing to sample."""
+        async with asyncio.timeout(20):
+            while any(engine.health().running for engine in self.engines):
+                await asyncio.sleep(0.001)
+
     async def publish(self, version, mode="abort"):
         self.publishes += 1
         await asyncio.gather(*(publish(r, self.publishes, version, mode) for r in self.replicas))
@@ -156,11 +162,7 @@ async def test_a_response_has_a_deadline_and_the_replica_is_told():
         await fleet.publish(0)
         with pytest.raises(GenerationError, match=r"within 0\.1 s"):
             await fleet.client.generate(PROMPT, SamplingParams(max_tokens=3000))
-        for _ in range(100):
-            if fleet.engines[0].health().running == 0:
-                break
-            await asyncio.sleep(0.01)
-        assert fleet.engines[0].health().running == 0
+        await fleet.idle()
         assert fleet.client.in_flight == 0
 
 
@@ -203,13 +205,6 @@ async def test_the_wait_for_a_place_at_a_replica_that_streams_nothing_has_a_dead
         )
         assert all("within 0.3 s" in str(error) for error in failed), failed
         assert fleet.client.in_flight == 0
-
-
-async def test_a_stop_token_at_the_very_moment_of_an_abort_ends_the_response():
-    async with Fleet(1, response_tokens=lambda request: 6) as fleet:
-        await fleet.publish(0)
-        generation = await fleet.client.generate(PROMPT, SamplingParams(max_tokens=50))
-        assert (len(generation.token_ids), generation.finish_reason) == (6, "stop")
 
 
 async def test_close_ends_pending_requests():
@@ -330,15 +325,9 @@ async def test_tokens_are_gathered_while_nobody_looks_at_them(end):
             if end == "cancelled":
                 running.cancel()
             await asyncio.wait([running])
-            assert (running.cancelled(), isinstance(_failure(running), GenerationError)) == (
-                end == "cancelled",
-                end == "late",
-            )
+            assert running.cancelled() == (end == "cancelled")
+            assert running.cancelled() or isinstance(running.exception(), GenerationError) == (end == "late")
             assert set(asked) == {0.0}
-
-
-def _failure(task):
-    return None if task.cancelled() else task.exception()
 
 
 async def test_a_caller_that_has_enough_ends_its_response_on_the_replica_too():
@@ -399,21 +388,15 @@ async def test_when_the_last_engine_dies_its_requests_fail_with_the_reason_or_wa
         fleet.engines[0].crash("out of memory")
         with pytest.raises(GenerationError, match="out of memory"):
             await asyncio.wait_for(running, 20)
-    async with Fleet(2, tick_s=0.001) as fleet:
+    async with Fleet(1, tick_s=0.001, waits=True) as fleet:
         await fleet.publish(0)
-        channels = [LocalReplicaChannel(replica, "patient") for replica in fleet.replicas]
-        rows = Rows({0: channels[0]})
-        client = GenerationClient(
-            "patient", rows.table, request_timeout_s=10, poll_interval_s=0.0, waits_for_replacements=True
-        )
-        running = asyncio.create_task(client.generate(PROMPT, SamplingParams(max_tokens=200)))
-        await asyncio.sleep(0.05)
-        channels[0].die()
+        running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200)))
+        await fleet.sampled(20)
+        fleet.channels[0].die()
         await asyncio.sleep(0.05)
         assert not running.done()
-        client.set_replicas(rows.put(0, channels[1]))
+        fleet.client.set_replicas(fleet.rows.put(0, LocalReplicaChannel(fleet.replicas[0], "second")))
         assert len((await asyncio.wait_for(running, 20)).token_ids) == 200
-        await client.close()
 
 
 async def test_weights_that_were_not_received_or_differ_are_never_served():
@@ -572,9 +555,7 @@ async def test_a_stop_text_over_chunks_and_publishes_ends_the_response_with_its_
             check(generation)
             assert (len(generation.token_ids), generation.finish_reason) == (end, "stop")
         assert max(len(g.segments) for g in generations) > 1, "no response was resumed"
-        async with asyncio.timeout(20):
-            while any(engine.health().running for engine in fleet.engines):
-                await asyncio.sleep(0.001)
+        await fleet.idle()
         sampled = sum(engine.health().generated_tokens for engine in fleet.engines)
         assert sampled < 8 * 400, "the requests were not aborted"
         again = Draft(generations[0], finder=stop.follow([]))

@@ -163,24 +163,20 @@ class TestCalls:
             await line.call("fail_by_name", (name,), {})
         assert "in fail_by_name" in str(raised.value.__cause__)
 
-    async def test_a_value_that_cannot_travel_fails_its_call_alone(self):
+    @pytest.mark.parametrize(
+        ("method", "args", "error"),
+        [
+            ("unwritable", (), "(?i)pickle"),
+            ("echo", (lambda: 1,), "(?i)pickle"),
+            ("echo", (Unreadable(1, 2),), "second"),
+            ("unreadable", (), "second"),
+        ],
+        ids=["the value there", "an argument here", "an argument there", "the value here"],
+    )
+    async def test_what_cannot_be_written_or_read_fails_its_call_alone(self, method, args, error):
         _actor, _server, line = await opened()
-        with pytest.raises(Exception, match=r"(?i)pickle"):
-            await line.call("unwritable", (), {})
-        with pytest.raises(Exception, match=r"(?i)pickle"):
-            line.call("echo", (lambda: 1,), {})
-        assert await line.call("echo", (1,), {}) == 1
-
-    async def test_arguments_that_cannot_be_read_there_fail_their_call_alone(self):
-        _actor, _server, line = await opened()
-        with pytest.raises(TypeError, match="second"):
-            await line.call("echo", (Unreadable(1, 2),), {})
-        assert await line.call("echo", (1,), {}) == 1
-
-    async def test_a_value_that_cannot_be_read_here_fails_its_call_alone(self):
-        _actor, _server, line = await opened()
-        with pytest.raises(TypeError, match="second"):
-            await line.call("unreadable", (), {})
+        with pytest.raises(Exception, match=error):
+            await line.call(method, args, {})
         assert await line.call("echo", (1,), {}) == 1
 
     async def test_an_error_whose_type_is_not_installed_here_is_told_by_its_text(self, monkeypatch):
@@ -308,22 +304,19 @@ class TestStrangers:
         assert await spoken_to(server, []) == b""
         assert await line.call("echo", (1,), {}) == 1, "who has proven itself stays"
 
-    async def test_an_actor_that_cannot_prove_itself_is_not_believed(self):
+    @pytest.mark.parametrize("answers", [True, False])
+    async def test_an_actor_that_cannot_prove_itself_is_neither_believed_nor_waited_for(self, answers, monkeypatch):
         async def impostor(reader, writer):
+            if not answers:
+                return await asyncio.sleep(1)
             await reader.read(40)
             writer.write(struct.pack("<Q", 64) + bytes(64))
 
+        if not answers:
+            monkeypatch.setattr(lines, "HANDSHAKE_S", 0.05)
         server = await asyncio.start_server(impostor, LOCAL, 0)
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(LineEnded):
-            await connect(lines.LineAddress(LOCAL, port, bytes(32)))
-        server.close()
-
-    async def test_an_actor_that_says_nothing_is_not_waited_for(self, monkeypatch):
-        monkeypatch.setattr(lines, "HANDSHAKE_S", 0.05)
-        server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(1), LOCAL, 0)
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises((LineEnded, TimeoutError)):
+        with pytest.raises(LineEnded if answers else (LineEnded, TimeoutError)):
             await connect(lines.LineAddress(LOCAL, port, bytes(32)))
         server.close()
 
@@ -397,6 +390,16 @@ class TestEnds:
         await answer
         await asyncio.sleep(0.4)
         assert line.ended
+
+
+async def waiting():
+    """A handle, its client, and a call that the actor has begun and does not end."""
+    handle = Handle(Actor())
+    client = client_of(handle)
+    call = asyncio.create_task(client.call(5, Actor.wait))
+    while not handle.actor.made:
+        await asyncio.sleep(0.01)
+    return handle, client, call
 
 
 class TestActorClient:
@@ -475,11 +478,7 @@ class TestActorClient:
         assert not complaints
 
     async def test_of_a_process_that_died_ray_says_so(self):
-        handle = Handle(Actor())
-        client = client_of(handle)
-        call = asyncio.create_task(client.call(5, Actor.wait))
-        while not handle.actor.made:
-            await asyncio.sleep(0.01)
+        handle, client, call = await waiting()
         handle.dead = True
         await cut(client._line._line)
         with pytest.raises(ProcessDied, match="wait of actor 3"):
@@ -488,11 +487,7 @@ class TestActorClient:
             await client.call(5, Actor.echo, 1)
 
     async def test_a_process_that_lives_is_called_over_another_line(self):
-        handle = Handle(Actor())
-        client = client_of(handle)
-        call = asyncio.create_task(client.call(5, Actor.wait))
-        while not handle.actor.made:
-            await asyncio.sleep(0.01)
+        handle, client, call = await waiting()
         await cut(client._line._line)
         with pytest.raises(DeadlineExceeded, match="may have done") as raised:
             await call

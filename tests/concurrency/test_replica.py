@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, WeightTransferError
 from asyncrl.inference.replica import Outbox, Replica
@@ -29,17 +30,25 @@ class Loading:
         return (manifest.publish_id,)
 
 
-async def start(version=1, engine=FakeEngine, **script):
-    replica = Replica(
-        0, lambda: engine(FakeScript(start_version=None, max_model_len=10 * LONG, **script)), gate_timeout_s=5
-    )
-    await replica.start()
-    if version is not None:
-        await publish(replica, 1, version)
-    return replica
+@pytest_asyncio.fixture
+async def start():
+    """Starts replicas, which the end of the test stops."""
+    made = []
+
+    async def start(version=1, engine=FakeEngine, **script):
+        script = FakeScript(start_version=None, max_model_len=10 * LONG, **script)
+        made.append(Replica(0, lambda: engine(script), gate_timeout_s=5))
+        await made[-1].start()
+        if version is not None:
+            await publish(made[-1], 1, version)
+        return made[-1]
+
+    yield start
+    for replica in made:
+        await replica.stop()
 
 
-async def started_before_loading():
+async def started_before_loading(start):
     """A replica that serves version 1, and the hook of its next transfer."""
     loading = Loading()
     loading.may_end.set()
@@ -73,7 +82,7 @@ async def generating(replica, count=3):
             await asyncio.sleep(0)
 
 
-async def test_a_reset_ends_what_was_asked_before_and_nothing_of_it_reaches_anybody():
+async def test_a_reset_ends_what_was_asked_before_and_nothing_of_it_reaches_anybody(start):
     replica = await start()
     await replica.submit("client", [request(f"old-{i}") for i in range(3)])
     await generating(replica)
@@ -91,10 +100,9 @@ async def test_a_reset_ends_what_was_asked_before_and_nothing_of_it_reaches_anyb
     chunks = await asking
     assert {c.request_id for c in chunks} == {"new"}
     assert {c.version for c in chunks} == {2}
-    await replica.stop()
 
 
-async def test_requests_that_were_sent_before_a_reset_and_arrive_after_it_are_refused():
+async def test_requests_that_were_sent_before_a_reset_and_arrive_after_it_are_refused(start):
     """As a process that was stopped finds them when it goes on."""
     replica = await start()
     await replica.reset(5, 3)
@@ -106,10 +114,9 @@ async def test_requests_that_were_sent_before_a_reset_and_arrive_after_it_are_re
         while not (chunks := await replica.collect("client", 1.0)) or chunks[-1].finish_reason is None:
             assert {c.request_id for c in chunks} <= {"new"}
     assert (await replica.stats()).health.generated_tokens == 8
-    await replica.stop()
 
 
-async def test_a_poll_from_before_a_reset_gets_nothing_of_what_comes_after():
+async def test_a_poll_from_before_a_reset_gets_nothing_of_what_comes_after(start):
     replica = await start()
     stale = asyncio.create_task(replica.collect("client", 0.3))
     await asyncio.sleep(0)
@@ -117,10 +124,9 @@ async def test_a_poll_from_before_a_reset_gets_nothing_of_what_comes_after():
     await publish(replica, 2, 2)
     assert (await answer(replica, "client", "new"))[-1].finish_reason == "length"
     assert await stale == []
-    await replica.stop()
 
 
-async def test_requests_that_wait_at_the_gate_end_with_a_reset_too():
+async def test_requests_that_wait_at_the_gate_end_with_a_reset_too(start):
     replica = await start()
     await replica.pause("abort")
     await replica.submit("client", [request("waiting")])
@@ -128,11 +134,10 @@ async def test_requests_that_wait_at_the_gate_end_with_a_reset_too():
     await publish(replica, 2, 2)
     await asyncio.sleep(0.01)
     assert (await replica.stats()).health.generated_tokens == 0
-    await replica.stop()
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
-async def test_a_reset_waits_for_the_transfer_before_it_whose_weights_are_never_committed(is_staged):
+async def test_a_reset_waits_for_the_transfer_before_it_whose_weights_are_never_committed(start, is_staged):
     loading = Loading()
     replica = await start(version=None, load_hook=loading)
     if not is_staged:
@@ -153,11 +158,10 @@ async def test_a_reset_waits_for_the_transfer_before_it_whose_weights_are_never_
         await (replica.adopt(5, 5, (5,), "abort", 5) if is_staged else replica.commit(5, 5, (5,)))
     await publish(replica, 6, 6)
     assert (await answer(replica, "client", "new"))[0].version == 6
-    await replica.stop()
 
 
-async def test_weights_are_staged_while_the_replica_serves_and_adopted_in_one_call():
-    replica, loading = await started_before_loading()
+async def test_weights_are_staged_while_the_replica_serves_and_adopted_in_one_call(start):
+    replica, loading = await started_before_loading(start)
     receiving = asyncio.create_task(replica.receive_weights(staged(2, 2), NO_SOURCE, 5))
     await loading.begun.wait()
     assert {c.version for c in await answer(replica, "client", "meanwhile")} == {1}
@@ -170,22 +174,20 @@ async def test_weights_are_staged_while_the_replica_serves_and_adopted_in_one_ca
     assert 0 < paused_s < 5
     assert (await replica.stats()).paused_s >= paused_s / 2
     assert {c.version for c in await answer(replica, "client", "after") if c.request_id == "after"} == {2}
-    await replica.stop()
 
 
 @pytest.mark.parametrize(("number", "digest"), [(3, (2,)), (2, (9,))])
-async def test_a_call_to_adopt_other_weights_than_were_staged_stops_nobody(number, digest):
-    replica, loading = await started_before_loading()
+async def test_a_call_to_adopt_other_weights_than_were_staged_stops_nobody(start, number, digest):
+    replica, loading = await started_before_loading(start)
     loading.may_end.set()
     await replica.receive_weights(staged(2, 2), NO_SOURCE, 5)
     with pytest.raises(WeightTransferError, match=r"received|digest"):
         await replica.adopt(number, 2, digest, "abort", 5)
     chunks = await answer(replica, "client", "after")
     assert ({c.version for c in chunks}, chunks[-1].finish_reason) == ({1}, "length")
-    await replica.stop()
 
 
-async def test_an_adoption_that_a_reset_overtakes_does_not_open_the_gate():
+async def test_an_adoption_that_a_reset_overtakes_does_not_open_the_gate(start):
     class Slow(FakeEngine):
         async def load_staged(self, timeout_s):
             loading.set()
@@ -204,10 +206,9 @@ async def test_an_adoption_that_a_reset_overtakes_does_not_open_the_gate():
         await adopting
     await resetting
     assert not replica._gate.is_set()
-    await replica.stop()
 
 
-async def test_an_engine_that_cannot_stage_says_so():
+async def test_an_engine_that_cannot_stage_says_so(start):
     class Simple:
         def __init__(self, script):
             self._inner = FakeEngine(script)
@@ -220,10 +221,9 @@ async def test_an_engine_that_cannot_stage_says_so():
     replica = await start(engine=Simple)
     with pytest.raises(WeightTransferError, match=r"weights\.stage=false"):
         await replica.receive_weights(staged(2, 2), NO_SOURCE, 5)
-    await replica.stop()
 
 
-async def test_a_commit_that_a_reset_overtakes_does_not_open_the_gate():
+async def test_a_commit_that_a_reset_overtakes_does_not_open_the_gate(start):
     committing, may_commit = asyncio.Event(), asyncio.Event()
 
     class Slow(FakeEngine):
@@ -244,17 +244,16 @@ async def test_a_commit_that_a_reset_overtakes_does_not_open_the_gate():
     assert not asking.done()
     await publish(replica, 2, 2)
     assert (await asking)[0].version == 2
-    await replica.stop()
 
 
-async def test_a_reset_of_a_dead_engine_says_so():
+async def test_a_reset_of_a_dead_engine_says_so(start):
     replica = await start()
     replica._engine.crash("no memory")
     with pytest.raises(ProcessDied, match="no memory"):
         await replica.reset(5, 1)
 
 
-async def test_tokens_that_gather_as_the_engine_dies_come_before_the_news():
+async def test_tokens_that_gather_as_the_engine_dies_come_before_the_news(start):
     replica = await start()
     replica._outboxes["client"] = outbox = Outbox()
     outbox.add(TokenChunk("r", np.ones(1, np.int32), np.zeros(1, np.float32), 1))
@@ -265,7 +264,7 @@ async def test_tokens_that_gather_as_the_engine_dies_come_before_the_news():
         await replica.collect("client", 0.0, 30.0)
 
 
-async def test_a_forgotten_client_ends_alone_and_is_refused():
+async def test_a_forgotten_client_ends_alone_and_is_refused(start):
     replica = await start(num_slots=2)
     await replica.submit("gone", [request(f"gone-{i}") for i in range(3)])  # one of them waits for a slot
     await replica.submit("other", [request("other")])
@@ -283,10 +282,9 @@ async def test_a_forgotten_client_ends_alone_and_is_refused():
     await replica.reset(5, 1)
     with pytest.raises(GenerationError, match="counts as dead"):
         await replica.submit("gone", [request("after a reset")])
-    await replica.stop()
 
 
-async def test_an_unknown_client_can_be_forgotten_and_one_that_waits_at_the_gate():
+async def test_an_unknown_client_can_be_forgotten_and_one_that_waits_at_the_gate(start):
     replica = await start(version=None)
     await replica.forget_client("never seen")
     await replica.submit("gone", [request("waiting")])
@@ -294,20 +292,18 @@ async def test_an_unknown_client_can_be_forgotten_and_one_that_waits_at_the_gate
     await publish(replica, 1, 1)
     await asyncio.sleep(0.01)
     assert (await replica.stats()).health.generated_tokens == 0
-    await replica.stop()
 
 
-async def test_a_lower_version_than_the_last_one_is_served_and_stamped():
+async def test_a_lower_version_than_the_last_one_is_served_and_stamped(start):
     replica = await start(version=5)
     assert {c.version for c in await answer(replica, "client", "ahead")} == {5}
     await publish(replica, 2, 3)
     chunks = await answer(replica, "client", "behind")
     assert {c.version for c in chunks} == {3}
     assert np.concatenate([c.token_ids for c in chunks]).tolist() == [fake_token(3, 7, 1 + i) for i in range(8)]
-    await replica.stop()
 
 
-async def test_stats_are_answered_in_the_middle_of_a_publish():
+async def test_stats_are_answered_in_the_middle_of_a_publish(start):
     loading = Loading()
     replica = await start(version=None, load_hook=loading)
     publishing = asyncio.create_task(publish(replica, 1, 1))
@@ -319,11 +315,10 @@ async def test_stats_are_answered_in_the_middle_of_a_publish():
     after = await replica.stats()
     assert (before.health.generated_tokens, after.health.generated_tokens) == (0, 8)
     assert before.paused_s <= after.paused_s
-    await replica.stop()
 
 
 @pytest.mark.parametrize("turns", range(4))
-async def test_an_abort_as_the_gate_opens_ends_the_request_once(turns):
+async def test_an_abort_as_the_gate_opens_ends_the_request_once(start, turns):
     replica = await start()
     replica._gate.clear()
     await replica.submit("client", [request("aborted", 8)])
@@ -337,7 +332,6 @@ async def test_an_abort_as_the_gate_opens_ends_the_request_once(turns):
     assert [c.finish_reason for c in chunks if c.finish_reason] == ["abort"]
     assert chunks[-1].finish_reason == "abort"
     assert await replica.collect("client", 0.02) == []
-    await replica.stop()
 
 
 class SlowSleeper(FakeEngine):
@@ -361,7 +355,7 @@ async def test_a_wake_whose_caller_gave_up_disturbs_no_later_one():
     await engine.stop()
 
 
-async def test_what_a_replica_that_leaves_was_writing_ends_as_an_abort_that_clients_resume():
+async def test_what_a_replica_that_leaves_was_writing_ends_as_an_abort_that_clients_resume(start):
     replica = await start()
     await replica.submit("client", [request("long")])
     await generating(replica, 1)

@@ -226,6 +226,15 @@ async def cut_off(tmp_path, tokenizer, **options):
     return partial
 
 
+async def ended(rig, *tickets, version=4, replica_id=0, **rest):
+    """The queue after these groups have come to their ends."""
+    queue = Queue()
+    queue.give(*tickets, **rest)
+    async with rig.start(queue, version=version, replica_id=replica_id):
+        await queue.ends(len(tickets))
+    return queue
+
+
 def resumed(partial, ticket):
     return {"partials": (PartialGroup(ticket, partial.trajectories),)}
 
@@ -279,16 +288,10 @@ async def test_a_checkpoint_in_the_middle_of_a_replay_loses_nothing_of_the_recor
 
 
 async def test_what_was_complete_is_taken_as_it_is(tmp_path, tokenizer):
-    rig, queue = Rig(tmp_path, tokenizer), Queue()
-    queue.give(Ticket(3, 0, 4))
-    async with rig.start(queue, version=4):
-        await queue.ends(1)
-    [before] = queue.put_groups.values()
+    [before] = (await ended(Rig(tmp_path, tokenizer), Ticket(3, 0, 4))).put_groups.values()
     partial = PartialGroup(Ticket(3, 0, 4), (PartialTrajectory(done=before.trajectories[0]), PartialTrajectory()))
     rig, ticket = Rig(tmp_path, tokenizer), Ticket(3, 1, 4)
-    queue.give(ticket, **resumed(partial, ticket))
-    async with rig.start(queue, version=6, replica_id=1):
-        await queue.ends(2)
+    queue = await ended(rig, ticket, version=6, replica_id=1, **resumed(partial, ticket))
     group = queue.put_groups[ticket]
     assert group.trajectories[0] is before.trajectories[0]
     assert {s.version for s in group.trajectories[1].segments if s.kind == "policy"} == {6}
@@ -378,10 +381,7 @@ async def test_a_trajectory_that_takes_too_long_fails_its_group_and_the_last_att
 
 async def test_a_group_that_will_be_tried_again_is_not_quarantined(tmp_path, tokenizer):
     limits = "rollout.trajectory_timeout_s=0.1", "rollout.request_timeout_s=0.1"
-    rig, queue = Rig(tmp_path, tokenizer, *limits, environment="Hangs"), Queue()
-    queue.give(Ticket(1, 0, 4))
-    async with rig.start(queue, version=4):
-        await queue.ends(1)
+    await ended(Rig(tmp_path, tokenizer, *limits, environment="Hangs"), Ticket(1, 0, 4))
     assert not (tmp_path / "quarantine.jsonl").exists()
 
 

@@ -8,10 +8,10 @@ import pytest
 from asyncrl.environments.conversation import Conversation
 from asyncrl.queue.group_files import load_partials, save_partials
 from asyncrl.rewards import RewardResult
-from asyncrl.types import Generation, PartialGroup, Segment, Ticket
+from asyncrl.types import Generation, Segment, Ticket
 from asyncrl_testing.fake_engine import fake_experts
 from asyncrl_testing.local import publish
-from tests.concurrency.test_rollouter import HINT, Queue, Rig, tokenizer, until
+from tests.concurrency.test_rollouter import HINT, Queue, Rig, ended, resumed, tokenizer, until
 
 pytestmark = pytest.mark.concurrency
 
@@ -78,9 +78,7 @@ async def test_a_group_that_was_cut_off_keeps_the_experts_that_it_had(tmp_path, 
     save_partials(tmp_path, partials)
     [partial] = load_partials(tmp_path)
     again, ticket = rig(tmp_path, tokenizer), Ticket(3, 1, 4)
-    queue.give(ticket, partials=(PartialGroup(ticket, partial.trajectories),))
-    async with again.start(queue, version=6, replica_id=1):
-        await queue.ends(1)
+    queue = await ended(again, ticket, version=6, replica_id=1, **resumed(partial, ticket))
     for trajectory in queue.put_groups[ticket].trajectories:
         assert {s.version for s in trajectory.segments if s.kind == "policy"} == {4, 6}
         assert_recorded(trajectory)
@@ -96,20 +94,14 @@ async def test_a_group_that_was_cut_off_keeps_the_experts_that_it_had(tmp_path, 
 async def test_a_trajectory_without_the_experts_of_all_its_tokens_fails_its_attempt(
     tmp_path, tokenizer, environment, reason
 ):
-    made, queue = rig(tmp_path, tokenizer, f"rollout.environment={environment}"), Queue()
-    queue.give(Ticket(3, 0, 4))
-    async with made.start(queue, version=4):
-        await queue.ends(1)
-    [(_, told)] = queue.nacks
+    made = rig(tmp_path, tokenizer, f"rollout.environment={environment}")
+    [(_, told)] = (await ended(made, Ticket(3, 0, 4))).nacks
     assert re.search(reason, told, re.DOTALL)
 
 
 async def test_without_replay_nothing_is_recorded(tmp_path, tokenizer):
-    made, queue = rig(tmp_path, tokenizer, "trainer.router_replay=off"), Queue()
-    queue.give(Ticket(3, 0, 4))
-    async with made.start(queue, version=4):
-        await queue.ends(1)
-    [group] = queue.put_groups.values()
+    made = rig(tmp_path, tokenizer, "trainer.router_replay=off")
+    [group] = (await ended(made, Ticket(3, 0, 4))).put_groups.values()
     assert all(not t.extra for t in group.trajectories)
 
 

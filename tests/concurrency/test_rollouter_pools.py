@@ -7,7 +7,7 @@ from asyncrl.inference.replica import Replica
 from asyncrl.types import Ticket
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript, fake_scores
 from asyncrl_testing.local import LocalReplicaChannel, Rows
-from tests.concurrency.test_rollouter import Queue, Rig, tokenizer, until
+from tests.concurrency.test_rollouter import Queue, Rig, ended, tokenizer, until
 
 pytestmark = pytest.mark.concurrency
 
@@ -44,20 +44,24 @@ async def replica(engine):
     return made
 
 
-def of_pool(key, tokenizer, *keys, **script):
+def rig_with(key, tmp_path, tokenizer, *keys, environment="TwoTurns"):
     overrides = (f"{key}.path={tokenizer}", f"{key}.request_timeout_s=0.5", *keys)
-    return lambda tmp_path: Rig(tmp_path, tokenizer, *overrides, environment="TwoTurns", **script)
+    return Rig(tmp_path, tokenizer, *overrides, environment=environment)
+
+
+async def served(key, *rig, **options):
+    """The queue after one group beside a pool of one replica."""
+    queue, beside = Queue(), await replica(FakeEngine(FakeScript()))
+    queue.give(Ticket(3, 0, 4))
+    async with rig_with(key, *rig, **options).start(queue, version=4) as rollouter:
+        await rollouter.set_pool(key, Rows().put(7, LocalReplicaChannel(beside)))
+        await queue.ends(1)
+    await beside.stop()
+    return queue
 
 
 async def test_the_teacher_scores_every_token_of_a_trajectory(tmp_path, tokenizer):
-    rig, queue = of_pool("teacher", tokenizer, *TEACHER)(tmp_path), Queue()
-    queue.give(Ticket(3, 0, 4))
-    teacher = await replica(FakeEngine(FakeScript()))
-    async with rig.start(queue, version=4) as rollouter:
-        await rollouter.set_pool("teacher", Rows().put(7, LocalReplicaChannel(teacher)))
-        await queue.ends(1)
-    await teacher.stop()
-    [group] = queue.put_groups.values()
+    [group] = (await served("teacher", tmp_path, tokenizer, *TEACHER)).put_groups.values()
     for trajectory in group.trajectories:
         assert len(trajectory.response_ids) == 42, "also those of the environment"
         assert trajectory.extra["teacher_logprobs"].tolist() == fake_scores(trajectory.response_ids).tolist()
@@ -65,15 +69,8 @@ async def test_the_teacher_scores_every_token_of_a_trajectory(tmp_path, tokenize
 
 
 async def test_the_teacher_scores_every_branch(tmp_path, tokenizer):
-    overrides = f"teacher.path={tokenizer}", *TEACHER, "rollout.agent.train=all_branches"
-    rig, queue = Rig(tmp_path, tokenizer, *overrides, environment="Forks"), Queue()
-    queue.give(Ticket(3, 0, 4))
-    teacher = await replica(FakeEngine(FakeScript()))
-    async with rig.start(queue, version=4) as rollouter:
-        await rollouter.set_pool("teacher", Rows().put(7, LocalReplicaChannel(teacher)))
-        await queue.ends(1)
-    await teacher.stop()
-    [group] = queue.put_groups.values()
+    keys = *TEACHER, "rollout.agent.train=all_branches"
+    [group] = (await served("teacher", tmp_path, tokenizer, *keys, environment="Forks")).put_groups.values()
     assert group.owners == (0, 1, 0, 1)
     assert [len(s.response_ids) for s in group.sequences] == [42, 42, 20, 20]
     for sequence in group.sequences:
@@ -81,24 +78,14 @@ async def test_the_teacher_scores_every_branch(tmp_path, tokenizer):
 
 
 async def test_branches_that_the_recipe_does_not_train_fail_the_attempt(tmp_path, tokenizer):
-    rig, queue = Rig(tmp_path, tokenizer, environment="Forks"), Queue(again=False)
-    queue.give(Ticket(3, 0, 4))
-    async with rig.start(queue, version=4):
-        await queue.ends(1)
+    queue = await ended(Rig(tmp_path, tokenizer, environment="Forks"), Ticket(3, 0, 4))
     assert not queue.put_groups
     assert "rollout.agent.train=all_branches" in queue.nacks[0][1]
 
 
 async def test_the_teachers_likeliest_tokens_come_with_its_scores(tmp_path, tokenizer):
     keys = (*TEACHER, "algorithm.distillation.top_k=3")
-    rig, queue = of_pool("teacher", tokenizer, *keys)(tmp_path), Queue()
-    queue.give(Ticket(3, 0, 4))
-    teacher = await replica(FakeEngine(FakeScript()))
-    async with rig.start(queue, version=4) as rollouter:
-        await rollouter.set_pool("teacher", Rows().put(7, LocalReplicaChannel(teacher)))
-        await queue.ends(1)
-    await teacher.stop()
-    [group] = queue.put_groups.values()
+    [group] = (await served("teacher", tmp_path, tokenizer, *keys)).put_groups.values()
     for trajectory in group.trajectories:
         assert trajectory.extra["teacher_logprobs"].tolist() == fake_scores(trajectory.response_ids).tolist()
         assert trajectory.extra["top_ids"].tolist() == [[0, 1, 2]] * 42
@@ -106,7 +93,7 @@ async def test_the_teachers_likeliest_tokens_come_with_its_scores(tmp_path, toke
 
 
 async def test_a_pool_that_does_not_come_fails_the_attempt_and_a_later_one_serves_the_next(tmp_path, tokenizer):
-    rig, queue = of_pool("teacher", tokenizer, *TEACHER)(tmp_path), Queue()
+    rig, queue = rig_with("teacher", tmp_path, tokenizer, *TEACHER), Queue()
     first, second = Ticket(3, 0, 4), Ticket(4, 0, 4)
     queue.give(first)
     teacher = await replica(FakeEngine(FakeScript()))
@@ -118,9 +105,7 @@ async def test_a_pool_that_does_not_come_fails_the_attempt_and_a_later_one_serve
         rows = Rows()
         lost = LocalReplicaChannel(teacher)
         lost.die()
-        await rollouter.set_pool(
-            "teacher", rows.put(6, lost)
-        )  # it dies under the request, which waits for the next one
+        await rollouter.set_pool("teacher", rows.put(6, lost))  # it dies under the request, which waits for the next
         queue.give(second)
         await until(lambda: not rollouter._pools["teacher"].loads, "the loss of the dead replica")
         await rollouter.set_pool("teacher", rows.put(7, LocalReplicaChannel(teacher)))
@@ -130,13 +115,7 @@ async def test_a_pool_that_does_not_come_fails_the_attempt_and_a_later_one_serve
 
 
 async def test_the_judge_is_added_to_the_reward_of_each_response(tmp_path, tokenizer):
-    rig, queue = of_pool("judge", tokenizer, *JUDGE)(tmp_path), Queue()
-    queue.give(Ticket(3, 0, 4))
-    judge = await replica(FakeEngine(FakeScript()))
-    async with rig.start(queue, version=4) as rollouter:
-        await rollouter.set_pool("judge", Rows().put(7, LocalReplicaChannel(judge)))
-        await queue.ends(1)
-    await judge.stop()
+    queue = await served("judge", tmp_path, tokenizer, *JUDGE)
     assert not queue.nacks
     [group] = queue.put_groups.values()
     likely = np.exp(fake_scores(np.array([2, 3])))  # the ids of a and b
@@ -149,13 +128,7 @@ async def test_the_judge_is_added_to_the_reward_of_each_response(tmp_path, token
 @pytest.mark.parametrize(("unreadable", "ends"), [("fail", "nack"), ("zero", "put")])
 async def test_a_judge_that_cannot_be_read(tmp_path, tokenizer, unreadable, ends):
     keys = ("reward.judge.read=text", "reward.judge.pattern=(yes|no)", f"reward.judge.on_unreadable={unreadable}")
-    rig, queue = of_pool("judge", tokenizer, *JUDGE, *keys)(tmp_path), Queue()
-    queue.give(Ticket(3, 0, 4))
-    judge = await replica(FakeEngine(FakeScript()))
-    async with rig.start(queue, version=4) as rollouter:
-        await rollouter.set_pool("judge", Rows().put(7, LocalReplicaChannel(judge)))
-        await queue.ends(1)
-    await judge.stop()
+    queue = await served("judge", tmp_path, tokenizer, *JUDGE, *keys)
     if ends == "nack":
         assert "an answer that cannot be read" in queue.nacks[0][1]
         return
@@ -165,37 +138,23 @@ async def test_a_judge_that_cannot_be_read(tmp_path, tokenizer, unreadable, ends
 
 async def test_a_group_reward_is_added_to_each_member(tmp_path, tokenizer):
     keys = (f"reward.group.function={__name__}:by_length", "reward.group.weight=10")
-    rig, queue = Rig(tmp_path, tokenizer, *keys, group_size=3), Queue()
-    queue.give(Ticket(3, 0, 4))
-    async with rig.start(queue, version=4):
-        await queue.ends(1)
-    [group] = queue.put_groups.values()
+    [group] = (await ended(Rig(tmp_path, tokenizer, *keys, group_size=3), Ticket(3, 0, 4))).put_groups.values()
     assert [t.reward for t in group.trajectories] == [0.0, 10.0, 20.0]
     assert [dict(t.reward_parts)["group"] for t in group.trajectories] == [0.0, 1.0, 2.0]
 
 
-async def test_a_group_reward_of_the_wrong_length_fails_the_attempt(tmp_path, tokenizer):
-    rig, queue = Rig(tmp_path, tokenizer, f"reward.group.function={__name__}:one_too_few"), Queue()
-    queue.give(Ticket(3, 0, 4))
-    async with rig.start(queue, version=4):
-        await queue.ends(1)
-    assert "1 rewards for 2 responses" in queue.nacks[0][1]
-
-
-async def test_a_group_reward_that_adds_up_to_no_number_fails_the_attempt_and_others_go_on(tmp_path, tokenizer):
-    keys = f"reward.group.function={__name__}:without_end", "reward.group.weight=100"
-    rig, queue = Rig(tmp_path, tokenizer, *keys), Queue()
-    queue.give(Ticket(3, 0, 0), Ticket(4, 0, 0))
-    async with rig.start(queue):
-        await queue.ends(2)
-    assert ["reward is inf" in reason for _, reason in queue.nacks] == [True, True]
+@pytest.mark.parametrize(
+    ("function", "found"), [("one_too_few", "1 rewards for 2 responses"), ("without_end", "reward is inf")]
+)
+async def test_a_group_reward_that_is_no_list_of_numbers_fails_the_attempt_and_others_go_on(
+    tmp_path, tokenizer, function, found
+):
+    keys = f"reward.group.function={__name__}:{function}", "reward.group.weight=100"
+    queue = await ended(Rig(tmp_path, tokenizer, *keys), Ticket(3, 0, 0), Ticket(4, 0, 0), version=0)
+    assert [found in reason for _, reason in queue.nacks] == [True, True]
 
 
 async def test_pairs_are_compared(tmp_path, tokenizer):
     keys = (f"reward.group.function={__name__}:in_order", "reward.group.pairwise=true")
-    rig, queue = Rig(tmp_path, tokenizer, *keys), Queue()
-    queue.give(Ticket(3, 0, 4))
-    async with rig.start(queue, version=4):
-        await queue.ends(1)
-    [group] = queue.put_groups.values()
+    [group] = (await ended(Rig(tmp_path, tokenizer, *keys), Ticket(3, 0, 4))).put_groups.values()
     assert [t.reward for t in group.trajectories] == [0.5, 0.5]

@@ -109,19 +109,25 @@ class Scripted:
         return RolloutStats(self.number, 0, 0, tuple(self.known), 10, 0, 0.0)
 
 
-class Rig:
-    """`script`: called with every new rollouter. The replicas 0 and 1 serve from the beginning."""
+def second_waits(made):
+    """A script by which the start and the evaluations of the second one wait."""
+    if made.number == 1:
+        made.gate.clear()
 
-    def __init__(self, *, max_restarts=3, script=lambda made: None, kind=Scripted):
+
+class Rig:
+    """`script`: called with every new rollouter. One replica more than rollouters serves from the beginning."""
+
+    def __init__(self, *, max_restarts=3, script=lambda made: None, kind=Scripted, count=1):
         self.made, self.events, self.taken, self.forgotten = [], [], [], []
         self.take_error = None
         self.script, self.kind = script, kind
-        self.rows = Rows({0: Control("replica 0"), 1: Control("replica 1")})
+        self.rows = Rows({i: Control(f"replica {i}") for i in range(count + 1)})
         self.rollouters = Rollouters(
             self.spawn,
             self.take_back,
             self.forget,
-            count=1,
+            count=count,
             budget=RestartBudget(max_restarts, 3600),
             start_timeout_s=5,
             on_event=lambda event: self.events.append((event.kind, vars(event))),
@@ -136,7 +142,7 @@ class Rig:
         assert self.made[-1].killed, "the old one is killed before its groups are issued again"
         if self.take_error is not None:
             raise self.take_error
-        self.taken.append(reason)
+        self.taken.append(client_id)
         return 5
 
     async def forget(self, client_id):
@@ -146,7 +152,7 @@ class Rig:
 
     async def __aenter__(self):
         await self.rollouters.set_replicas(self.rows.table)
-        assert (await self.rollouters.start(5)).replicas == (0, 1)
+        assert (await self.rollouters.start(5)).replicas == tuple(self.rows.table.rows)
         self.running = asyncio.create_task(self.rollouters.run())
         return self
 
@@ -195,11 +201,7 @@ async def test_one_that_answers_no_health_check_is_killed_and_replaced_though_it
 
 
 async def test_an_evaluation_begins_anew_when_its_rollouter_dies():
-    def script(made):
-        if made.number == 1:
-            made.gate.clear()
-
-    async with Rig(script=script) as rig:
+    async with Rig(script=second_waits) as rig:
         rig.made[0].gate.clear()
         evaluation = asyncio.create_task(rig.rollouters.evaluate("held_out", 0, 5))
         while "evaluate" not in rig.made[0].calls:
@@ -213,22 +215,14 @@ async def test_an_evaluation_begins_anew_when_its_rollouter_dies():
 
 
 async def test_an_evaluation_has_its_deadline_also_while_there_is_no_rollouter():
-    def script(made):
-        if made.number == 1:
-            made.gate.clear()
-
-    async with Rig(script=script) as rig:
+    async with Rig(script=second_waits) as rig:
         rig.made[0].die()
         with pytest.raises(DeadlineExceeded, match="evaluate"):
             await asyncio.wait_for(rig.rollouters.evaluate("held_out", 0, 0.1), 20)
 
 
 async def test_during_a_restart_replicas_come_and_go_and_questions_have_an_answer():
-    def script(made):
-        if made.number == 1:
-            made.gate.clear()
-
-    async with Rig(script=script) as rig:
+    async with Rig(script=second_waits) as rig:
         last = await rig.rollouters.stats(1)
         rig.made[0].die()
         while len(rig.made) < 2:
@@ -356,11 +350,7 @@ async def test_a_stop_ends_the_run_and_leaves_no_process():
 
 
 async def test_a_stop_in_the_middle_of_a_restart_kills_the_new_one():
-    def script(made):
-        if made.number == 1:
-            made.gate.clear()
-
-    async with Rig(script=script) as rig:
+    async with Rig(script=second_waits) as rig:
         rig.made[0].die()
         while len(rig.made) < 2:
             await asyncio.sleep(0.001)
@@ -383,54 +373,15 @@ def test_every_replica_belongs_to_one_part_and_no_rollouter_is_without(states, c
     assert table.only(own).rows == {i: row for i, row in table.rows.items() if i in own}
 
 
-class Two:
-    """Two rollouters over three replicas."""
-
-    def __init__(self):
-        self.made, self.taken, self.forgotten = [], [], []
-        self.restarted = asyncio.Event()
-        self.rows = Rows({i: Control(f"replica {i}") for i in range(3)})
-        self.rollouters = Rollouters(
-            self.spawn,
-            self.take_back,
-            self.forget,
-            count=2,
-            budget=RestartBudget(3, 3600),
-            start_timeout_s=5,
-            on_event=lambda event: event.kind == "rollouter_restarted" and self.restarted.set(),
-        )
-
-    def spawn(self, client_id):
-        self.made.append(Scripted(client_id, len(self.made)))
-        return LocalActor(self.made[-1], ROLLOUTER)
-
-    async def take_back(self, reason, client_id):
-        self.taken.append(client_id)
-        return 1
-
-    async def forget(self, client_id):
-        self.forgotten.append(client_id)
-
-    async def __aenter__(self):
-        await self.rollouters.set_replicas(self.rows.table)
-        await self.rollouters.start(5)
-        self.running = asyncio.create_task(self.rollouters.run())
-        return self
-
-    async def __aexit__(self, *_):
-        self.running.cancel()
-        await asyncio.gather(self.running, return_exceptions=True)
-
-
 async def test_each_has_its_part_and_the_death_of_one_is_its_own():
-    async with Two() as rig:
+    async with Rig(count=2) as rig:
         first, second = rig.made
         assert (first.known.keys(), second.known.keys()) == ({0, 2}, {1})
         names = rig.rollouters.client_ids
         assert names == (first.client_id, second.client_id)
         assert sorted(await rig.rollouters.partials(1)) == [0, 1]
         second.die()
-        await asyncio.wait_for(rig.restarted.wait(), 20)
+        await rig.restarted()
         assert rig.taken == [second.client_id], "the groups of the other one go on"
         assert not first.killed
         third = rig.made[2]

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import openai
 import pytest
-import pytest_asyncio
 
 from asyncrl.environments import build_environment
 from asyncrl.errors import GenerationError
@@ -190,24 +189,19 @@ async def calls_a_tool_by_messages(base_url, api_key, task):
         messages.append({"role": "user", "content": results})
 
 
-@pytest_asyncio.fixture
-async def run():
+@pytest.fixture
+def run(started):
     """run(agent, *replies) -> (trajectory, session)."""
-    started = []
 
     async def call(agent, *replies, overrides=(), **script):
         chat = chat_with()
-        name = f"rollout.agent.function={__name__}:{agent.__name__}"
-        environment = build_environment(recipe_with("rollout.environment=agent", name, *overrides), chat)
-        started.append(environment)
-        await environment.start()
         session = ScriptedSession(chat, *replies, **script)
+        name = f"rollout.agent.function={__name__}:{agent.__name__}"
+        environment = await started(recipe_with("rollout.environment=agent", name, *overrides), chat)
         async with asyncio.timeout(30):
             return await environment.run(task_of([1, 2, 3], "2+3?"), session), session
 
-    yield call
-    for environment in started:
-        await environment.close()
+    return call
 
 
 async def test_an_agent_with_tools_is_recorded_token_by_token(run):

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
-import pytest_asyncio
 
-from asyncrl.environments import build_environment, check_environment
+from asyncrl.environments import check_environment
 from asyncrl.errors import ConfigError, ProcessDied
 from tests.contract.test_agent_endpoint import ask, client_of
 from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import ScriptedSession, assert_exact, call_text, chat_with, task_of
+from tests.server_process import free_port
 from tests.unit.test_recipes import ROOT
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
@@ -42,22 +42,6 @@ urllib.request.urlopen(request).read()
 def agent_recipe(*overrides, command=None):
     own = ["rollout.environment=agent", *overrides]
     return recipe_with(*own, *([f"rollout.agent.command={json.dumps(command)}"] if command else []))
-
-
-@pytest_asyncio.fixture
-async def started():
-    """started(recipe) -> environment, which is closed at the end."""
-    made = []
-
-    async def call(recipe):
-        environment = build_environment(recipe, chat_with())
-        made.append(environment)
-        await environment.start()
-        return environment
-
-    yield call
-    for environment in made:
-        await environment.close()
 
 
 async def play(environment, *replies, task=None):
@@ -250,12 +234,6 @@ def alive(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @asynccontextmanager

@@ -104,18 +104,24 @@ def test_names_that_only_lead_to_code_are_refused(trainer):
             read(trainer)
 
 
-def test_an_entry_that_torch_would_unpickle_freely_is_refused(trainer, tmp_path):
-    """The planner of torch loads entries that are no tensors with weights_only=False."""
+def with_harm(trainer, file):
+    """Adds a command to the data of the checkpoint; its place there, and its bytes."""
     content = io.BytesIO()
-    torch.save(Harm(tmp_path / "harmed"), content)
+    torch.save(Harm(file), content)
     data = trainer / "__0_0.distcp"
     size = data.stat().st_size
     data.write_bytes(data.read_bytes() + content.getvalue())
+    return size, content.getvalue()
+
+
+def test_an_entry_that_torch_would_unpickle_freely_is_refused(trainer, tmp_path):
+    """The planner of torch loads entries that are no tensors with weights_only=False."""
+    size, content = with_harm(trainer, tmp_path / "harmed")
 
     def change(metadata):
         metadata.state_dict_metadata["model.a"] = BytesStorageMetadata()
         [place] = [p for index, p in metadata.storage_data.items() if index.fqn == "model.b"]
-        place.offset, place.length = size, len(content.getvalue())
+        place.offset, place.length = size, len(content)
         metadata.storage_data = {MetadataIndex("model.a", torch.Size([]), 0): place}
         metadata.storage_data[MetadataIndex("model.a")] = place
 
@@ -128,21 +134,17 @@ def test_an_entry_that_torch_would_unpickle_freely_is_refused(trainer, tmp_path)
 
 
 def test_a_command_in_the_place_of_a_tensor_does_not_run(trainer, tmp_path):
-    content = io.BytesIO()
-    torch.save(Harm(tmp_path / "harmed"), content)
-    data = trainer / "__0_0.distcp"
-    size = data.stat().st_size
-    data.write_bytes(data.read_bytes() + content.getvalue())
+    size, content = with_harm(trainer, tmp_path / "harmed")
 
     def change(metadata):
         for place in metadata.storage_data.values():
-            place.offset, place.length = size, len(content.getvalue())
+            place.offset, place.length = size, len(content)
 
     forge(trainer, change)
     with pytest.raises(ConfigError, match="rank 0: UnpicklingError: Weights only load failed"):
         read(trainer)
     assert not (tmp_path / "harmed").exists()
-    torch.load(io.BytesIO(content.getvalue()), weights_only=False)
+    torch.load(io.BytesIO(content), weights_only=False)
     assert (tmp_path / "harmed").exists()
 
 

@@ -2,7 +2,6 @@
 two pipeline stages that send a part each (Megatron-core)."""
 
 import asyncio
-import importlib.util
 import threading
 import time
 from dataclasses import replace
@@ -25,6 +24,7 @@ from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_receiver
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease
 from asyncrl_testing.rank_processes import run_ranks
+from tests.make import needs_megatron
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
@@ -127,11 +127,7 @@ def publish_on_a_rank(root, rank, world_size, path, backend, beside):
     [
         ("fsdp", False),
         ("fsdp", True),
-        pytest.param(
-            "megatron",
-            False,
-            marks=pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
-        ),
+        pytest.param("megatron", False, marks=needs_megatron),
     ],
 )
 def test_differences_after_steps_make_the_weights_of_all_ranks(tmp_path, backend, beside):

@@ -4,9 +4,8 @@ import asyncio
 import json
 
 import pytest
-import pytest_asyncio
 
-from asyncrl.environments import build_environment, check_environment
+from asyncrl.environments import check_environment
 from asyncrl.errors import ConfigError, DataError, DeadlineExceeded, GenerationError, ProcessDied
 from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import ScriptedSession, assert_exact, chat_with, task_of
@@ -24,22 +23,6 @@ def recipe_of(settings, *overrides):
     return recipe_with(*own, *overrides)
 
 
-@pytest_asyncio.fixture
-async def started():
-    """started(settings, *overrides) -> environment, which is closed at the end."""
-    made = []
-
-    async def call(settings, *overrides):
-        environment = build_environment(recipe_of(settings, *overrides), chat_with())
-        made.append(environment)
-        await environment.start()
-        return environment
-
-    yield call
-    for environment in made:
-        await environment.close()
-
-
 async def play(environment, *replies, task=None, **script):
     session = ScriptedSession(chat_with(), *replies, **script)
     task = task or task_of([1, 2, 3], "Guess it.", number=7)
@@ -51,7 +34,7 @@ def guessing(number, **extra):
 
 
 async def test_an_episode_is_recorded_token_by_token_and_rewarded_by_the_environment(started):
-    environment = await started(GUESS)
+    environment = await started(recipe_of(GUESS))
     trajectory, session = await play(environment, "50", "75", "60", task=guessing(60))
     assert_exact(trajectory, session)
     assert session.rewarded == [], "no other reward is asked"
@@ -68,7 +51,7 @@ async def test_an_episode_is_recorded_token_by_token_and_rewarded_by_the_environ
 
 
 async def test_the_reward_may_be_that_of_the_last_action(started):
-    environment = await started({**GUESS, "reward": "final", "max_turns": 2})
+    environment = await started(recipe_of({**GUESS, "reward": "final", "max_turns": 2}))
     trajectory, session = await play(environment, "50", "75", task=guessing(60))
     assert_exact(trajectory, session)
     assert trajectory.reward == pytest.approx(0.85)
@@ -77,7 +60,7 @@ async def test_the_reward_may_be_that_of_the_last_action(started):
 
 
 async def test_a_response_without_an_action_is_told_so_and_changes_nothing(started):
-    environment = await started({**GUESS, "action_pattern": "<go>(.*?)</go>"})
+    environment = await started(recipe_of({**GUESS, "action_pattern": "<go>(.*?)</go>"}))
     replies = "I think 60", "<go>Sixty!</go>", "<go>5</go> or rather <go>60</go>"
     trajectory, session = await play(environment, *replies, task=guessing(60))
     assert_exact(trajectory, session)
@@ -89,7 +72,7 @@ async def test_a_response_without_an_action_is_told_so_and_changes_nothing(start
 
 
 async def test_the_drawing_of_an_environment_is_read_and_its_actions_have_names(started):
-    environment = await started({**LAKE, "actions": ARROWS})
+    environment = await started(recipe_of({**LAKE, "actions": ARROWS}))
     replies = "Down!", "go DOWN", "not left but right", "right", "fly", "down", "right"
     trajectory, session = await play(environment, *replies)
     assert_exact(trajectory, session)
@@ -102,7 +85,7 @@ async def test_the_drawing_of_an_environment_is_read_and_its_actions_have_names(
 
 
 async def test_actions_without_names_are_numbers_and_other_observations_are_json(started):
-    environment = await started({"factory": "tests.gymnasium_environments:make_grid", "workers": 1})
+    environment = await started(recipe_of({"factory": "tests.gymnasium_environments:make_grid", "workers": 1}))
     trajectory, session = await play(environment, "0", "2", "first 1, then 3", task=task_of([1], "Go.", seed=5))
     assert_exact(trajectory, session)
     assert trajectory.reward == 5
@@ -114,7 +97,7 @@ async def test_actions_without_names_are_numbers_and_other_observations_are_json
 
 
 async def test_the_seed_is_that_of_the_row_or_the_ordinal_of_the_group(started):
-    environment = await started({**GUESS, "max_turns": 1})
+    environment = await started(recipe_of({**GUESS, "max_turns": 1}))
 
     async def reward(**extra):
         return (await play(environment, "50", task=task_of([1], "Go.", **extra)))[0].reward
@@ -128,7 +111,7 @@ async def test_the_seed_is_that_of_the_row_or_the_ordinal_of_the_group(started):
 
 
 async def test_many_episodes_share_a_process_and_their_environments_are_used_again(started):
-    environment = await started({**GUESS, "workers": 2, "max_turns": 9})
+    environment = await started(recipe_of({**GUESS, "workers": 2, "max_turns": 9}))
     replies = [str(number) for number in range(0, 80, 10)]
     episodes = [play(environment, *replies, str(n), task=guessing(n)) for n in range(1, 9)]
     played = await asyncio.gather(*episodes)
@@ -142,7 +125,7 @@ async def test_many_episodes_share_a_process_and_their_environments_are_used_aga
 
 
 async def test_what_an_environment_raises_fails_its_attempt_alone(started):
-    environment = await started(GUESS)
+    environment = await started(recipe_of(GUESS))
     other = asyncio.create_task(play(environment, "1", "2", "3", "4", "60", task=guessing(60)))
     with pytest.raises(LookupError, match="no such number"):
         await play(environment, "raise", task=guessing(60))
@@ -150,14 +133,14 @@ async def test_what_an_environment_raises_fails_its_attempt_alone(started):
 
 
 async def test_an_environment_that_hangs_is_killed_with_its_process_and_the_next_one_plays(started):
-    environment = await started({**GUESS, "step_timeout_s": 2})
+    environment = await started(recipe_of({**GUESS, "step_timeout_s": 2}))
     with pytest.raises(DeadlineExceeded, match=r"an action(?s:.)*no result within 2 s"):
         await play(environment, "hang", task=guessing(60))
     assert (await play(environment, "60", task=guessing(60)))[0].reward == 1
 
 
 async def test_episodes_of_a_process_that_ended_fail_by_name_and_the_next_one_plays(started):
-    environment = await started(GUESS)
+    environment = await started(recipe_of(GUESS))
     gate = asyncio.Event()
 
     class Waits(ScriptedSession):
@@ -179,7 +162,9 @@ async def test_episodes_of_a_process_that_ended_fail_by_name_and_the_next_one_pl
 
 
 async def test_limits_cut_an_episode_off(started):
-    environment = await started({**GUESS, "max_observation_tokens": 4}, "rollout.tool_use.max_trajectory_tokens=40")
+    environment = await started(
+        recipe_of({**GUESS, "max_observation_tokens": 4}, "rollout.tool_use.max_trajectory_tokens=40")
+    )
     trajectory, session = await play(environment, *["1"] * 9, task=guessing(60))
     assert_exact(trajectory, session)
     assert trajectory.finish_reason == "length"
@@ -222,14 +207,14 @@ def test_settings_that_make_no_sense_are_refused():
 
 
 async def test_a_process_that_cannot_be_started_any_more_gets_no_episodes(started):
-    environment = await started({**GUESS, "workers": 2})
+    environment = await started(recipe_of({**GUESS, "workers": 2}))
     await environment._processes[0].pool.close()
     for _ in range(3):
         assert (await play(environment, "60", task=guessing(60)))[0].reward == 1
 
 
 async def test_finished_episodes_are_told_again_when_their_request_is_cancelled_while_it_waits(started):
-    environment = await started(GUESS)
+    environment = await started(recipe_of(GUESS))
     process = environment._processes[0]
     process.finished = [77]
     waiting = asyncio.create_task(process.ask("a reset", episode=1, seed=0, options=None))

@@ -4,12 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
-import pytest_asyncio
 
 from asyncrl.config.environments import InterleavedConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.tokenizer import PromptRenderer
-from asyncrl.environments import build_environment, check_environment, prompt_tools
+from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.errors import ConfigError
 from tests.contract.test_tool_use import Shouts, recipe_with, text_of
 from tests.environments import PLAIN, QWEN, ScriptedSession, assert_exact, chat_with, task_of, tokenizer_with
@@ -20,25 +19,20 @@ SETTINGS = "rollout.interleaved_tool_use"
 INTERLEAVED = "rollout.environment=interleaved_tool_use"
 
 
-@pytest_asyncio.fixture
-async def run():
+@pytest.fixture
+def run(started):
     """run(*replies, overrides=(), texts=...) -> (trajectory, session): the policy writes one reply after another, where
     generation begins again."""
-    started = []
 
     async def call(*replies, overrides=(), texts=None, **script):
         chat, recipe = chat_with(), recipe_with(INTERLEAVED, *overrides)
         if texts is not None:
             recipe = replace(recipe, rollout=replace(recipe.rollout, interleaved_tool_use=texts))
-        environment = build_environment(recipe, chat)
-        started.append(environment)
-        await environment.start()
         session = ScriptedSession(chat, *replies, end="", **script)
+        environment = await started(recipe, chat)
         return await environment.run(task_of(chat.encode("<|im_start|>user\nwhat?<|im_end|>\n")), session), session
 
-    yield call
-    for environment in started:
-        await environment.close()
+    return call
 
 
 async def test_results_stand_in_the_response_and_are_not_trained(run):

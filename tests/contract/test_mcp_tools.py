@@ -4,20 +4,17 @@ import asyncio
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
-import time
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 
 import psutil
 import pytest
-import pytest_asyncio
 
 from asyncrl.environments import build_environment, check_environment, prompt_tools
 from asyncrl.errors import ConfigError, ProcessDied
 from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import QWEN, ScriptedSession, assert_exact, call_text, chat_with, task_of, tokenizer_with
+from tests.server_process import listening
 from tests.unit.test_recipes import ROOT
 
 pytest.importorskip("mcp", reason="the package mcp is not installed: pip install 'asyncrl[mcp]'")
@@ -39,22 +36,6 @@ def with_server(settings, *overrides, tools="[]", timeout_s=20):
     )
 
 
-@pytest_asyncio.fixture
-async def started():
-    """started(recipe) -> environment, which is closed at the end."""
-    made = []
-
-    async def call(recipe):
-        environment = build_environment(recipe, chat_with())
-        made.append(environment)
-        await environment.start()
-        return environment
-
-    yield call
-    for environment in made:
-        await environment.close()
-
-
 async def play(environment, *replies):
     chat = chat_with()
     session = ScriptedSession(chat, *replies)
@@ -70,31 +51,10 @@ async def said(environment, name, **arguments):
     return result, dict(trajectory.reward_parts)["tool_errors"]
 
 
-@contextmanager
-def serving():
-    """The process and the port of a server over HTTP."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, SERVER, str(port)])
-    deadline = time.monotonic() + 60
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    try:
-        yield process, port
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture
 def http_server():
     """The port of a server over HTTP."""
-    with serving() as (_, port):
+    with listening(sys.executable, SERVER) as (_, port):
         yield port
 
 
@@ -246,7 +206,7 @@ def behind(port):
 
 @pytest.mark.slow
 async def test_a_server_over_http_that_hangs_is_left_and_the_next_one_behind_its_address_serves(started):
-    with serving() as (first, old), serving() as (_, new):
+    with listening(sys.executable, SERVER) as (first, old), listening(sys.executable, SERVER) as (_, new):
         async with gateway_to(old) as (gateway, port):
             environment = await started(behind(port))
             assert await said(environment, "add", a=1, b=2) == ("3", 0)

@@ -2,18 +2,15 @@
 
 import asyncio
 import json
-import socket
-import subprocess
 import sys
-import time
 
 import pytest
-import pytest_asyncio
 
 from asyncrl.environments import build_environment, check_environment
 from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError
 from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import ScriptedSession, assert_exact, chat_with, task_of
+from tests.server_process import listening
 from tests.unit.test_recipes import ROOT
 
 WHY = "openenv is not installed: pip install 'asyncrl[openenv]', in an environment of its own"
@@ -24,21 +21,8 @@ pytestmark = [pytest.mark.contract, pytest.mark.environments, pytest.mark.timeou
 @pytest.fixture(scope="module")
 def server():
     """The address of a server of guesses."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, str(ROOT / "tests" / "openenv_server.py"), str(port)])
-    deadline = time.monotonic() + 100
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}"
-    process.kill()
-    process.wait()
+    with listening(sys.executable, str(ROOT / "tests" / "openenv_server.py")) as (_, port):
+        yield f"http://127.0.0.1:{port}"
 
 
 def recipe_of(**settings):
@@ -46,21 +30,11 @@ def recipe_of(**settings):
     return recipe_with(*own)
 
 
-@pytest_asyncio.fixture
-async def started(server):
-    """started(**settings) -> environment, which is closed at the end."""
-    made = []
-
-    async def call(**settings):
-        settings = {"url": server, "action": "guess", "observation": "text", **settings}
-        environment = build_environment(recipe_of(**settings), chat_with())
-        made.append(environment)
-        await environment.start()
-        return environment
-
-    yield call
-    for environment in made:
-        await environment.close()
+@pytest.fixture
+def playing(started, server):
+    """playing(**settings) -> environment."""
+    usual = {"url": server, "action": "guess", "observation": "text"}
+    return lambda **settings: started(recipe_of(**usual | settings))
 
 
 async def play(environment, *replies, **extra):
@@ -68,8 +42,8 @@ async def play(environment, *replies, **extra):
     return await environment.run(task_of([1], "Guess it.", **extra), session), session
 
 
-async def test_an_episode_is_recorded_token_by_token_and_rewarded_by_the_server(started):
-    environment = await started()
+async def test_an_episode_is_recorded_token_by_token_and_rewarded_by_the_server(playing):
+    environment = await playing()
     trajectory, session = await play(environment, "50", "75", "60", seed=60)
     assert_exact(trajectory, session)
     assert session.rewarded == []
@@ -79,8 +53,8 @@ async def test_an_episode_is_recorded_token_by_token_and_rewarded_by_the_server(
     assert "50<|im_end|>\n<|im_start|>user\ntoo low<|im_end|>" in text_of(session, trajectory.response_ids)
 
 
-async def test_actions_may_be_json_or_stand_in_a_tag(started):
-    environment = await started(action="", observation="", reward="final")
+async def test_actions_may_be_json_or_stand_in_a_tag(playing):
+    environment = await playing(action="", observation="", reward="final")
     trajectory, session = await play(environment, "sixty", '{"guess": "60"}', seed=60)
     assert_exact(trajectory, session)
     assert trajectory.reward == 1
@@ -88,19 +62,19 @@ async def test_actions_may_be_json_or_stand_in_a_tag(started):
     text = text_of(session, trajectory.response_ids)
     assert "Error: 'sixty' is no action. Write one JSON object." in text
     assert '"text": "Guess a number up to 99."}<' in text_of(session, trajectory.prompt_ids)
-    environment = await started(action_tag="go")
+    environment = await playing(action_tag="go")
     trajectory, _ = await play(environment, "I go", "<go>1</go>, no: <go>60</go>!", seed=60)
     assert (trajectory.reward, dict(trajectory.reward_parts)["refused_actions"]) == (1, 1)
 
 
-async def test_episodes_are_sessions_of_their_own_as_many_as_the_recipe_says(started):
-    environment = await started(max_sessions=3)
+async def test_episodes_are_sessions_of_their_own_as_many_as_the_recipe_says(playing):
+    environment = await playing(max_sessions=3)
     played = await asyncio.gather(*(play(environment, "1", str(10 * n), seed=10 * n) for n in range(1, 9)))
     assert [t.reward for t, _ in played] == pytest.approx([1 + 1 - abs(10 * n - 1) / 100 for n in range(1, 9)])
 
 
-async def test_what_the_server_raises_or_does_not_answer_fails_the_attempt_alone(started):
-    environment = await started(step_timeout_s=3)
+async def test_what_the_server_raises_or_does_not_answer_fails_the_attempt_alone(playing):
+    environment = await playing(step_timeout_s=3)
     with pytest.raises(GenerationError, match="step of the OpenEnv server"):
         await play(environment, "raise", seed=60)
     with pytest.raises(DeadlineExceeded, match=r"step of the OpenEnv server(?s:.)*step_timeout_s=3"):

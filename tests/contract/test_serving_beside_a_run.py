@@ -22,7 +22,7 @@ from asyncrl.serving.run_server import RunServer, RunServerSpec
 from asyncrl.types import GenerationRequest, SamplingParams
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalReplicaChannel, Rows, publish
-from tests.serving import byte_tokenizer
+from tests.serving import byte_tokenizer, until
 
 pytestmark = pytest.mark.contract
 
@@ -102,15 +102,6 @@ async def beside(tmp_path, count=2, *, publish_first=True, tick_s=0.001, **setti
             await running
         for replica in replicas:
             await replica.stop()
-
-
-async def until(condition, what):
-    try:
-        async with asyncio.timeout(60):
-            while not condition():
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        pytest.fail(what)
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "drain"])

@@ -1,37 +1,24 @@
 """A publish that two processes send, as pipeline stages do: each its part, over every transport, and what happens when
 one of them fails."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from asyncrl.types import PartsSource
-from asyncrl.weights.transports import build_receiver
 from asyncrl.weights.transports.shared_segment import SHARED_MEMORY
 from asyncrl_testing.transport_rig import PROMPT_S, TIMEOUT_S, Hold, Receive, Trouble, Worker, contents, files_in
 from asyncrl_testing.transport_sender import Open, Send, SenderProcess, weights_of
+from tests.contract.test_transfer_faults import hold as hold
+from tests.contract.test_transfer_faults import receivers as receivers
+from tests.contract.test_transfer_faults import require_error
 
 pytestmark = pytest.mark.contract
 
-torch.set_num_threads(1)
-
-# torch's TCPStore looks up the names of its peers' addresses; where nothing answers, the resolver waits 5 s by default.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
 FIRSTS = (0, 4)
 """The second sender sends layer.4 and all after it."""
-
-
-@pytest.fixture(scope="module")
-def receivers() -> Iterator[list[Worker]]:
-    workers = [Worker(build_receiver, in_process=False) for _ in range(2)]
-    yield workers
-    for worker in workers:
-        worker.stop()
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +90,7 @@ def test_parts_make_the_whole_publish_after_publish(pair: Pair) -> None:
     pair.publish(3)
 
 
-def test_a_sender_that_is_killed_in_its_part_ends_the_publish(pair: Pair, tmp_path: Path) -> None:
-    (tmp_path / "hold").mkdir()
-    hold = Hold(tmp_path / "hold")
+def test_a_sender_that_is_killed_in_its_part_ends_the_publish(pair: Pair, hold: Hold) -> None:
     pair.publish(1)
     pair.begin(Send(0, 2, hold_at="layer.7", hold=hold))
     hold.reached()
@@ -113,8 +98,7 @@ def test_a_sender_that_is_killed_in_its_part_ends_the_publish(pair: Pair, tmp_pa
     assert pair.senders[0].outcome().error is None, "its part had arrived"
     for worker in pair.receivers:
         outcome = worker.outcome()
-        assert outcome.error is not None
-        assert outcome.error[0] == "TransferEnded", outcome.error
+        require_error(outcome, "TransferEnded")
         assert outcome.elapsed_s < PROMPT_S
     pair.senders[1].start()
     pair.open()

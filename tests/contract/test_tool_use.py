@@ -1,7 +1,6 @@
 """The tool-use loop over a scripted policy and real tool processes: tokens, segments, limits, errors."""
 
 import pytest
-import pytest_asyncio
 
 from asyncrl.config.load import load_recipe
 from asyncrl.environments import build_environment, check_environment
@@ -28,22 +27,17 @@ def recipe_with(*overrides):
     )
 
 
-@pytest_asyncio.fixture
-async def run():
+@pytest.fixture
+def run(started):
     """run(*replies, overrides=(), chat=...) -> (trajectory, session)."""
-    started = []
 
     async def call(*replies, overrides=(), chat=None, prompt="<|im_start|>user\nwhat?<|im_end|>\n", **script):
         chat = chat or chat_with()
-        environment = build_environment(recipe_with(*overrides), chat)
-        started.append(environment)
-        await environment.start()
         session = ScriptedSession(chat, *replies, **script)
+        environment = await started(recipe_with(*overrides), chat)
         return await environment.run(task_of(chat.encode(prompt)), session), session
 
-    yield call
-    for environment in started:
-        await environment.close()
+    return call
 
 
 def text_of(session, token_ids):

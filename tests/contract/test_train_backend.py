@@ -1,7 +1,6 @@
 """Plain torch, FSDP2 and Megatron-core on one rank against the same suite."""
 
 import datetime
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,9 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import LoraConfig, MegatronConfig, TrainerConfig
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl_testing.backend_suite import TrainBackendSuite, write_model
+from tests.make import needs_megatron
 
 pytestmark = pytest.mark.contract
-
-NEEDS_MEGATRON = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
-)
 
 PPO = AlgorithmConfig(advantage="gae", critic=CriticConfig(lr=1e-2))
 
@@ -105,21 +101,21 @@ def megatron_groups(process_group):
     parallel_state.destroy_model_parallel()
 
 
-@NEEDS_MEGATRON
+@needs_megatron
 class TestMegatronBackend(TrainBackendSuite):
     @pytest.fixture
     def make_backend(self, model_path, megatron_groups):
         return lambda: megatron(spec(model_path))
 
 
-@NEEDS_MEGATRON
+@needs_megatron
 class TestMegatronBackendWithCritic(TrainBackendSuite):
     @pytest.fixture
     def make_backend(self, model_path, megatron_groups):
         return lambda: megatron(spec(model_path, PPO))
 
 
-@NEEDS_MEGATRON
+@needs_megatron
 class TestMegatronBackendInBfloat16(TrainBackendSuite):
     """With float32 masters, and a critic whose head is float32."""
 

@@ -1,7 +1,6 @@
 """The trainer pool on a real Ray: two ranks, a queue actor, faults."""
 
 import asyncio
-import importlib.util
 import itertools
 import os
 import shutil
@@ -9,6 +8,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -40,9 +40,11 @@ from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import TrainerWorker, in_thread
 from asyncrl.types import Manifest
 from asyncrl.weights.plan import make_manifest, plan_buckets
+from asyncrl.weights.transports import build_receiver
 from asyncrl.weights.transports.process_group import host_store
-from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease
+from asyncrl_testing.backend_suite import random_lease, write_model
 from tests.forks import fork_server
+from tests.make import needs_megatron
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -101,23 +103,7 @@ def spec(path, **trainer):
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    path = tmp_path_factory.mktemp("model")
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +115,8 @@ def lease():
 def queue(lease):
     with fork_server() as forks:
         with forks():
-            ray.init(
-                "local", include_dashboard=False, num_cpus=2, num_gpus=1, log_to_driver=False
-            )  # a GPU by name alone
+            # a GPU by name alone
+            ray.init("local", include_dashboard=False, num_cpus=2, num_gpus=1, log_to_driver=False)
         yield ray.remote(num_cpus=0, max_concurrency=4)(Queue).remote(lease.groups)
         ray.shutdown()
 
@@ -254,8 +239,6 @@ async def test_ping_answers_while_a_publish_does_not_end(queue, model_path):
 
 
 async def test_errors_of_the_queue_arrive_as_themselves(pool, lease):
-    from dataclasses import replace
-
     of_another = lambda run: tuple(replace(s, ordinal=99) for s in run)  # noqa: E731
     plans = [replace(p, updates=tuple(tuple(map(of_another, u)) for u in p.updates)) for p in lease.plans(num_plans=2)]
     with pytest.raises(LedgerError, match="group 99") as raised:
@@ -265,8 +248,6 @@ async def test_errors_of_the_queue_arrive_as_themselves(pool, lease):
 
 
 async def test_checkpoint_and_weights(pool, lease, tmp_path):
-    from asyncrl.weights.transports import build_receiver
-
     plans = lease.plans(num_plans=2)
     await pool.capture()
     first = await pool.train_step(plans)
@@ -278,22 +259,18 @@ async def test_checkpoint_and_weights(pool, lease, tmp_path):
     specs = await pool.weight_specs(START_S)
     source = await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
     manifest = Manifest(1, 4, specs, plan_buckets(specs, BUCKET_BYTES))
-    received = {}
-
-    class Sink:
-        def write(self, spec, offset, data):
-            received[spec.name] = received.get(spec.name, 0) + data.numel()
-
-    receiver = build_receiver(source)
-    try:
-        sent, digest = await asyncio.gather(
-            pool.send_weights(manifest, 30.0), asyncio.to_thread(receiver.receive, manifest, Sink(), 30.0)
-        )
-    finally:
-        receiver.close()
+    sink = RefusingSink()
+    sent, digest = await published(pool, source, manifest, sink)
     assert sent == digest
     assert sent is not None
-    assert received == {s.name: s.nbytes for s in specs}
+    assert sink.received == {s.name: s.nbytes for s in specs}
+
+
+async def published(pool, source, manifest, sink):
+    """What the ranks and the one receiver say of a publish, errors too."""
+    with closing(build_receiver(source)) as receiver:
+        receiving = asyncio.to_thread(receiver.receive, manifest, sink, 60.0)
+        return await asyncio.gather(pool.send_weights(manifest, 60.0), receiving, return_exceptions=True)
 
 
 class RefusingSink:
@@ -308,26 +285,15 @@ class RefusingSink:
         self.received[spec.name] = self.received.get(spec.name, 0) + data.numel()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@needs_megatron
 @pytest.mark.parametrize("transport", ["ipc", "collective"])
 async def test_pipeline_stages_send_their_parts_and_an_error_of_one_ends_all(stages, transport):
     """The sender that still waits for receivers is closed, long before its deadline."""
-    from asyncrl.weights.transports import build_receiver
-
     specs = await stages.weight_specs(START_S)
     config = WeightsConfig(bucket_bytes=BUCKET_BYTES, transport=transport)
 
     async def publish(publish_id, sink):
-        manifest = make_manifest(publish_id, 4, specs, BUCKET_BYTES)
-        receiver = build_receiver(source)
-        try:
-            return await asyncio.gather(
-                stages.send_weights(manifest, 60.0),
-                asyncio.to_thread(receiver.receive, manifest, sink, 60.0),
-                return_exceptions=True,
-            )
-        finally:
-            receiver.close()
+        return await published(stages, source, make_manifest(publish_id, 4, specs, BUCKET_BYTES), sink)
 
     for number, refused in enumerate((specs[0].name, specs[-1].name)):
         source = await stages.open_weights(config, 1, START_S)
@@ -349,8 +315,6 @@ async def test_pipeline_stages_send_their_parts_and_an_error_of_one_ends_all(sta
 @pytest.mark.parametrize("transport", ["ipc", "collective"])
 async def test_a_snapshot_is_sent_while_a_step_trains(sending, lease, queue, transport, tmp_path):
     """Also to receivers that come during the step, and again with the same bytes."""
-    from asyncrl.weights.transports import build_receiver
-
     specs = await sending.weight_specs(START_S)
     config = WeightsConfig(bucket_bytes=BUCKET_BYTES, transport=transport)
     numbers = itertools.count(1)
@@ -358,14 +322,7 @@ async def test_a_snapshot_is_sent_while_a_step_trains(sending, lease, queue, tra
     async def publish():
         source = await sending.open_weights(config, 1, START_S)
         manifest = make_manifest(next(numbers), 4, specs, BUCKET_BYTES, verify=True)
-        receiver = build_receiver(source)
-        try:
-            sent, digest = await asyncio.gather(
-                sending.send_weights(manifest, 60.0),
-                asyncio.to_thread(receiver.receive, manifest, RefusingSink(), 60.0),
-            )
-        finally:
-            receiver.close()
+        sent, digest = await published(sending, source, manifest, RefusingSink())
         assert sent == digest
         return digest
 

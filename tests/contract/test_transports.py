@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,54 +47,49 @@ torch.set_num_threads(1)
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[list[Worker]]:
-    workers = [Worker(build_receiver, in_process=False) for _ in range(3)]
+@contextmanager
+def three(build, *, in_process: bool = False) -> Iterator[list[Worker]]:
+    workers = [Worker(build, in_process=in_process) for _ in range(3)]
     yield workers
     for worker in workers:
         worker.stop()
 
 
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[Worker]]:
+    with three(build_receiver) as workers:
+        yield workers
+
+
 class TestIpc(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker]) -> Rig:
-        return Rig(lambda size, receivers: build_sender("ipc", size, receivers), processes, workers_can_die=True)
+        return Rig(partial(build_sender, "ipc"), processes, workers_can_die=True)
 
 
 class TestCollective(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker]) -> Rig:
-        def build(bucket_bytes: int, num_receivers: int):
-            return build_sender("collective", bucket_bytes, num_receivers)
-
-        return Rig(build, processes, workers_can_die=True)
+        return Rig(partial(build_sender, "collective"), processes, workers_can_die=True)
 
 
 @pytest.mark.slow
 class TestCollectiveAsOverNccl(TransportSuite):
     @pytest.fixture(scope="class")
     def processes_of_gpus(self) -> Iterator[list[Worker]]:
-        workers = [Worker(build_packed_receiver, in_process=False) for _ in range(3)]
-        yield workers
-        for worker in workers:
-            worker.stop()
+        with three(build_packed_receiver) as workers:
+            yield workers
 
     @pytest.fixture
     def rig(self, processes_of_gpus: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Rig:
         monkeypatch.setattr(collective, "broadcasts", as_over_nccl)
-
-        def build(bucket_bytes: int, num_receivers: int):
-            return build_sender("collective", bucket_bytes, num_receivers)
-
-        return Rig(build, processes_of_gpus, workers_can_die=True)
+        return Rig(partial(build_sender, "collective"), processes_of_gpus, workers_can_die=True)
 
 
 class TestDisk(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
     @pytest.fixture
     def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
-        def build(bucket_bytes: int, num_receivers: int):
-            return build_sender("disk", bucket_bytes, num_receivers, directory=str(tmp_path))
-
+        build = partial(build_sender, "disk", directory=str(tmp_path))
         return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
 
 
@@ -103,9 +98,7 @@ class TestObjects(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerS
 
     @pytest.fixture
     def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
-        def build(bucket_bytes: int, num_receivers: int):
-            return build_sender("disk", bucket_bytes, num_receivers, directory=f"file://{tmp_path}")
-
+        build = partial(build_sender, "disk", directory=f"file://{tmp_path}")
         return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
 
 
@@ -145,19 +138,15 @@ class TestFake(TransportSuite, TransportLifecycleSuite, DeltaSuite):
     @pytest.fixture
     def rig(self) -> Iterator[Rig]:
         network = FakeNetwork()
-        workers = [Worker(network.receiver, in_process=True) for _ in range(3)]
-        yield Rig(network.sender, workers, workers_can_die=False)
-        for worker in workers:
-            worker.stop()
+        with three(network.receiver, in_process=True) as workers:
+            yield Rig(network.sender, workers, workers_can_die=False)
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[Worker]]:
     """Receivers that may map a second memory."""
-    workers = [Worker(build_second_memory_receiver, in_process=False) for _ in range(3)]
-    yield workers
-    for worker in workers:
-        worker.stop()
+    with three(build_second_memory_receiver) as workers:
+        yield workers
 
 
 class LateStage(Stage):

@@ -4,9 +4,8 @@ import asyncio
 import json
 
 import pytest
-import pytest_asyncio
 
-from asyncrl.environments import build_environment, check_environment
+from asyncrl.environments import check_environment
 from asyncrl.errors import ConfigError, DataError, GenerationError
 from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import ScriptedSession, assert_exact, chat_with, task_of
@@ -29,22 +28,6 @@ def recipe_of(env, *overrides):
     return recipe_with(*own, *overrides)
 
 
-@pytest_asyncio.fixture
-async def started():
-    """started(*overrides) -> environment, which is closed at the end."""
-    made = []
-
-    async def call(*overrides):
-        environment = build_environment(recipe_of(DOUBLING, *overrides), chat_with())
-        made.append(environment)
-        await environment.start()
-        return environment
-
-    yield call
-    for environment in made:
-        await environment.close()
-
-
 async def play(environment, *replies, **extra):
     session = ScriptedSession(chat_with(), *replies)
     async with asyncio.timeout(60):
@@ -52,7 +35,7 @@ async def play(environment, *replies, **extra):
 
 
 async def test_an_episode_is_recorded_token_by_token_and_judged_by_its_task(started):
-    environment = await started()
+    environment = await started(recipe_of(DOUBLING))
     trajectory, session = await play(environment, "5", "6", task=2)
     assert_exact(trajectory, session)
     assert session.rewarded == [], "no other reward is asked"
@@ -71,7 +54,7 @@ async def test_an_episode_is_recorded_token_by_token_and_judged_by_its_task(star
 
 
 async def test_many_episodes_run_side_by_side_each_with_its_own_key(started):
-    environment = await started()
+    environment = await started(recipe_of(DOUBLING))
     played = await asyncio.gather(*(play(environment, "?", str(2 * n + 2), task=n) for n in range(7)))
     assert [dict(t.reward_parts)["is_double"] for t, _ in played] == [1.0] * 7
     for trajectory, session in played:
@@ -79,7 +62,7 @@ async def test_many_episodes_run_side_by_side_each_with_its_own_key(started):
 
 
 async def test_the_task_is_that_of_the_row_or_follows_from_the_ordinal(started):
-    environment = await started()
+    environment = await started(recipe_of(DOUBLING))
     trajectory, session = await play(environment, "1", "2")
     assert "1 + 1 = ?" in text_of(session, trajectory.prompt_ids)
     with pytest.raises(DataError, match=r"task 8 of the row at test:1(?s:.)*has 8 tasks"):
@@ -87,13 +70,13 @@ async def test_the_task_is_that_of_the_row_or_follows_from_the_ordinal(started):
 
 
 async def test_an_episode_that_fails_fails_its_attempt_with_what_it_said(started):
-    environment = await started()
+    environment = await started(recipe_of(DOUBLING))
     with pytest.raises(GenerationError, match="nobody doubles eight"):
         await play(environment, task=7)
 
 
 async def test_an_episode_that_meets_a_limit_is_cut_off(started):
-    environment = await started("rollout.verifiers.max_turns=1")
+    environment = await started(recipe_of(DOUBLING, "rollout.verifiers.max_turns=1"))
     trajectory, session = await play(environment, "5", task=2)
     assert_exact(trajectory, session)
     assert (trajectory.turns, trajectory.finish_reason, trajectory.reward) == (1, "length", 0)

@@ -262,6 +262,22 @@ def assert_a_dead_engine_is_replaced(start, recipe: str) -> None:
     assert samples.stat().st_size > 0
 
 
+def assert_it_outlives_its_server(run: Run, server) -> None:
+    """A run of six steps whose server is killed publishes to the next one."""
+    run.wait_for_step(2, timeout_s=400)
+    server.kill()
+    run.wait_for_event("replica_failed", timeout_s=400)
+    (failed,) = events(run, "replica_failed")
+    assert "is lost" in failed["error"]
+    steps = len(run.metrics)
+    server.start()
+    run.wait_for_event("replica_serving", count=2, timeout_s=400)
+    assert run.wait(600) == 0, run.log
+    assert len(run.metrics) > steps
+    assert_sound(run, max_lag=2, steps=6)
+    assert [e["replica"] for e in events(run, "replica_failed")] == [0], "one replacement waited for it"
+
+
 def assert_sound(run: Run, *, max_lag: int, steps: int) -> None:
     """What must hold of every finished run: all lines there, the bound, the balance, each ordinal trained once."""
     metrics = run.metrics

@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl_testing.random_model import random_qwen3_moe
 from tests.e2e.conftest import ROOT, SMALL, assert_sound
+from tests.make import needs_megatron
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,32 +25,36 @@ def mixture(inputs, tmp_path_factory):
     return path
 
 
+FAST = "trainer.lr=0.01", "reward.function=tests.e2e.faulty:odd_length"
+
+
+def assert_it_samples_as_it_is_trained(run, steps):
+    """In sync the ratio of trainer and engine is 1 for each token of each version, unless weights went wrong."""
+    assert run.wait() == 0, run.log
+    assert_sound(run, max_lag=0, steps=steps)
+    assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * steps, abs=1e-3)
+    assert [record["train/kl_behavior"] for record in run.metrics] == pytest.approx([0] * steps, abs=1e-5)
+
+
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_every_version_samples_as_it_is_trained(mixture, start, engine):
-    """In sync the ratio of trainer and engine is 1 for each token of each version, unless weights went wrong."""
     if engine == "vllm":
         pytest.importorskip("vllm", reason="needs the package vllm: make install-vllm", exc_type=ImportError)
-    fast = "mode=sync", "trainer.lr=0.01", "reward.function=tests.e2e.faulty:odd_length", "weights.verify=always"
-    alone = f"model.path={mixture}", "rollout.num_replicas=1", "run.max_steps=4"
-    balanced = ("algorithm.router_aux_coefficient=0.01",)
-    run = start(*SMALL, *fast, *alone, *balanced, recipe="quickstart" if engine == "torch" else "quickstart_vllm")
-    assert run.wait() == 0, run.log
-    assert_sound(run, max_lag=0, steps=4)
+    alone = f"model.path={mixture}", "rollout.num_replicas=1", "run.max_steps=4", "mode=sync", "weights.verify=always"
+    balanced = "algorithm.router_aux_coefficient=0.01"
+    run = start(*SMALL, *FAST, *alone, balanced, recipe="quickstart" if engine == "torch" else "quickstart_vllm")
+    assert_it_samples_as_it_is_trained(run, steps=4)
     assert all(record["train/grad_norm"] > 0.1 for record in run.metrics), "each version differs from the one before"
     assert all(1.9 < record["train/router_balance"] < 8 for record in run.metrics), "2 of 8 experts: 2 is even"
-    assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * 4, abs=1e-3)
-    assert [record["train/kl_behavior"] for record in run.metrics] == pytest.approx([0] * 4, abs=1e-5)
 
 
 def test_experts_that_were_chosen_in_sampling_are_replayed_in_training(mixture, start):
     """With publishes under way: every token is trained through the experts of its own version. In sync the ratio is 1
     as without replay; beyond it the run is sound, and its audit has every token."""
-    fast = "trainer.lr=0.01", "reward.function=tests.e2e.faulty:odd_length", "trainer.router_replay=rollout"
+    fast = *FAST, "trainer.router_replay=rollout"
     alone = f"model.path={mixture}", "rollout.num_replicas=1"
     run = start(*SMALL, *fast, *alone, "mode=sync", "run.max_steps=2", recipe="quickstart")
-    assert run.wait() == 0, run.log
-    assert_sound(run, max_lag=0, steps=2)
-    assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * 2, abs=1e-3)
+    assert_it_samples_as_it_is_trained(run, steps=2)
     run = start(*SMALL, *fast, *alone, "mode=fully_async", "run.max_steps=6", recipe="quickstart", name="async")
     assert run.wait() == 0, run.log
     assert_sound(run, max_lag=2, steps=6)
@@ -60,7 +65,7 @@ def test_experts_that_were_chosen_in_sampling_are_replayed_in_training(mixture, 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the package sglang: make test-sglang")
 def test_experts_that_sglang_chose_are_replayed_in_training(mixture, start):
     """Publishes abort its requests: those whose experts it had no time to tell are sampled again."""
-    fast = "trainer.lr=0.01", "reward.function=tests.e2e.faulty:odd_length", "trainer.router_replay=rollout"
+    fast = *FAST, "trainer.router_replay=rollout"
     alone = f"model.path={mixture}", "rollout.num_replicas=1", "mode=fully_async", "run.max_steps=6"
     run = start(*SMALL, *fast, *alone, "rollout.interrupt=abort_resume", recipe="quickstart_sglang", joined=False)
     assert run.wait() == 0, run.log
@@ -73,23 +78,15 @@ def test_filtered_sampling_is_trained_among_the_tokens_that_were_kept(start):
     filters = "rollout.sampling.top_k=8", "rollout.sampling.top_p=0.9", "rollout.sampling.temperature=0.8"
     alone = "mode=sync", "rollout.num_replicas=1", "run.max_steps=2", "reward.function=tests.e2e.faulty:odd_length"
     run = start(*SMALL, *filters, *alone, "rollout.sampling.keep_sets=true", recipe="quickstart")
-    assert run.wait() == 0, run.log
-    assert_sound(run, max_lag=0, steps=2)
-    assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * 2, abs=1e-3)
+    assert_it_samples_as_it_is_trained(run, steps=2)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
-)
+@needs_megatron
 @pytest.mark.parametrize("split_by", ["tensor_parallel", "pipeline_parallel", "expert_parallel"])
 def test_every_version_of_megatron_samples_as_it_is_trained(mixture, start, split_by):
     """As above, with the ranks of Megatron-core: what they publish is what they train."""
-    fast = "mode=sync", "trainer.lr=0.01", "reward.function=tests.e2e.faulty:odd_length", "weights.verify=always"
-    alone = f"model.path={mixture}", "rollout.num_replicas=1", "run.max_steps=4"
+    alone = f"model.path={mixture}", "rollout.num_replicas=1", "run.max_steps=4", "mode=sync", "weights.verify=always"
     layout = "trainer.megatron.tensor_parallel=1", f"trainer.megatron.{split_by}=2"
-    run = start(*SMALL, *fast, *alone, *layout, recipe="quickstart_megatron")
-    assert run.wait() == 0, run.log
-    assert_sound(run, max_lag=0, steps=4)
+    run = start(*SMALL, *FAST, *alone, *layout, recipe="quickstart_megatron")
+    assert_it_samples_as_it_is_trained(run, steps=4)
     assert all(record["train/grad_norm"] > 0.1 for record in run.metrics), "each version differs from the one before"
-    assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * 4, abs=1e-3)
-    assert [record["train/kl_behavior"] for record in run.metrics] == pytest.approx([0] * 4, abs=1e-5)

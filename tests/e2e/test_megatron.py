@@ -1,6 +1,5 @@
 """Megatron-core in whole runs: a killed rank, a change of backend, layouts that learn."""
 
-import importlib.util
 import subprocess
 import sys
 
@@ -8,14 +7,13 @@ import pytest
 
 from asyncrl.commands.export import main as export
 from tests.e2e.conftest import ALERT, ROOT, SMALL, assert_audited, assert_sound, events, finish, kill_a_rank
+from tests.make import needs_megatron
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
-    ),
+    needs_megatron,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 

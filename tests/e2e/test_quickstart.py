@@ -13,7 +13,7 @@ import ray
 from asyncrl.commands import train as cli
 from asyncrl.errors import ConfigError
 from asyncrl.types.metrics import REQUIRED
-from tests.e2e.conftest import ROOT, SMALL, assert_audited, assert_sound, finish
+from tests.e2e.conftest import ROOT, SMALL, assert_audited, assert_sound, events, finish
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -111,7 +111,7 @@ def test_differences_are_published_where_replicas_have_their_base(start):
     psutil.Process(run.actor_pids("Replica")[0]).kill()
     run.wait_for_event("replica_serving", count=3)  # both of them did at the start
     finish(run)
-    publishes = [e for e in run.events if e["event"] == "publish"]
+    publishes = events(run, "publish")
     assert all(p["verified"] for p in publishes)
     full, whole = publishes[0]["bytes"], [p for p in publishes if p["attempts"] == 1]
     assert sum(p["bytes"] == full for p in whole) >= 2, "the first one, and the one that reached the replacement"
@@ -153,16 +153,7 @@ def test_a_signal_during_an_evaluation_still_leaves_a_checkpoint(start):
     [
         ('{"prompt": [{"role": "user", "content": "1+1?"}]', "bad.jsonl:2"),
         ('{"prompt": [], "data_source": "x", "reward_model": {"ground_truth": "2"}}', "bad.jsonl:2"),
-        (
-            json.dumps(
-                {
-                    "prompt": [{"role": "user", "content": "9 " * 99}],
-                    "data_source": "x",
-                    "reward_model": {"ground_truth": "2"},
-                }
-            ),
-            "max",
-        ),
+        (json.dumps({"prompt": "9 " * 99, "answer": "2"}), "max"),
     ],
     ids=["broken JSON", "empty prompt", "too long"],
 )

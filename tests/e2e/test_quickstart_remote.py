@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.conftest import ROOT, assert_sound
+from tests.e2e.conftest import ROOT, assert_it_outlives_its_server
 from tests.vllm_server import VllmServer
 
 pytest.importorskip("vllm", reason="needs the package vllm: make install-vllm", exc_type=ImportError)
@@ -21,18 +21,7 @@ def server(inputs, tmp_path):
 def test_a_run_outlives_its_server_and_publishes_to_the_next_one(start, server):
     remote = f"rollout.remote.urls=[{server.url}]", "weights.verify=always"
     run = start("run.max_steps=6", *remote, recipe="quickstart_remote", joined=False)
-    run.wait_for_step(2, timeout_s=300)
-    server.kill()
-    run.wait_for_event("replica_failed", timeout_s=400)
-    (failed,) = [e for e in run.events if e["event"] == "replica_failed"]
-    assert "is lost" in failed["error"]
-    steps = len(run.metrics)
-    server.start()
-    run.wait_for_event("replica_serving", count=2, timeout_s=120)
-    assert run.wait(600) == 0, run.log
-    assert len(run.metrics) > steps
-    assert_sound(run, max_lag=2, steps=6)
-    assert [e["replica"] for e in run.events if e["event"] == "replica_failed"] == [0], "one replacement waited for it"
+    assert_it_outlives_its_server(run, server)
     assert all(e["verified"] for e in run.events if e["event"] == "publish")
 
 

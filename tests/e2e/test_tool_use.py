@@ -4,14 +4,13 @@ import json
 import math
 import os
 import re
-import socket
-import subprocess
 import sys
 
 import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, SMALL, assert_sound, below, made_tool_task
+from tests.server_process import listening
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -141,17 +140,10 @@ def test_an_environment_of_openenv_is_trained(inputs, start, tmp_path):
     pytest.importorskip(
         "openenv.core.generic_client", reason="openenv is not installed: pip install 'asyncrl[openenv]'"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen([sys.executable, "tests/openenv_server.py", str(port)], cwd=ROOT)
-    try:
+    with listening(sys.executable, f"{ROOT}/tests/openenv_server.py") as (_, port):
         settings = f"{{url: 'http://127.0.0.1:{port}', action: guess, observation: text, max_turns: 3}}"
         run = start(*of_others(tmp_path), "rollout.environment=openenv", f"rollout.openenv={settings}")
         assert run.wait(600) == 0, run.log
-    finally:
-        server.kill()
-        server.wait()
     assert_trained(run)
     assert 0 < run.metrics[-1]["reward/mean"] <= 3
 

@@ -13,14 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.algorithms import build_advantage
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import FsdpConfig, TrainerConfig
+from asyncrl.config.trainer import FsdpConfig
 from asyncrl.queue.masking import StoredGroup, summarize
-from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest, Segment, Trajectory, TrajectoryGroup
 from asyncrl_testing.backend_suite import VOCAB_SIZE, weights_of, write_model
+from tests.numerics.one_rank import build
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
@@ -118,13 +116,7 @@ def reference(model, groups, loss, aggregation):
 def trained(model_path, groups, loss, aggregation, *, share, budget=48):
     """The backend after a step over the groups, and the metrics of the step."""
     algorithm = AlgorithmConfig(loss=loss, clip_low=LOW, clip_high=HIGH, aggregation=aggregation)
-    spec = TrainerSpec(
-        model=ModelConfig(path=model_path, inference_dtype="float32"),
-        trainer=TrainerConfig(lr=1e-3, max_grad_norm=0, fsdp=FsdpConfig(share_prompts=share)),
-        algorithm=algorithm,
-        temperature=1.0,
-    )
-    backend = FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+    backend = build(model_path, algorithm, max_grad_norm=0, fsdp=FsdpConfig(share_prompts=share))
     manifest = LeaseManifest(0, tuple(summarize(StoredGroup(g, 0), g, step=0, max_lag=0) for g in groups))
     advantage = build_advantage("grpo")
     rules = PackingRules(

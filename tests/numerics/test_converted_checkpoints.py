@@ -1,6 +1,5 @@
 """Checkpoints that are converted from FSDP2 to Megatron-core and back: the run goes on as if nothing had happened."""
 
-import importlib.util
 import json
 from dataclasses import asdict, replace
 from functools import cache
@@ -21,13 +20,12 @@ from asyncrl.trainer.training_state import MOMENTS, WEIGHT
 from asyncrl_testing.backend_suite import random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
 from tests.contract.test_export import write_tokenizer
-from tests.numerics.test_megatron_layouts import BUDGET, DEADLINE_S, build_model, close, group, spec_of  # noqa: F401
+from tests.make import needs_megatron
+from tests.numerics.test_megatron_layouts import BUDGET, DEADLINE_S, build_model, spec_of
 
 pytestmark = [
     pytest.mark.numerics,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
-    ),
+    needs_megatron,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 
@@ -98,7 +96,7 @@ def converted(directory, to, out, configs):
 
 
 @pytest.fixture(scope="module")
-def outcomes(paths, tmp_path_factory, group):  # noqa: F811
+def outcomes(paths, tmp_path_factory, process_group):
     """Kind -> what FSDP2 found, what the ranks found after it, the directories of all checkpoints."""
     from transformers import AutoConfig
 
@@ -263,7 +261,7 @@ def test_a_model_that_was_not_trained_is_refused(run, tmp_path, capsys):
     assert "pass --model DIRECTORY, the model that was trained" in capsys.readouterr().err
 
 
-def test_adapters_are_not_converted(paths, tmp_path, group):  # noqa: F811
+def test_adapters_are_not_converted(paths, tmp_path, process_group):
     from asyncrl.trainer.fsdp.backend import FsdpBackend
 
     spec = spec_of(paths["qwen3"], 1, "fsdp")

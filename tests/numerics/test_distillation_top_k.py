@@ -10,14 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.algorithms.distillation import LEAST_TAIL, top_reverse_kl
 from asyncrl.config.algorithm import AlgorithmConfig, DistillationConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import FsdpConfig, TrainerConfig
-from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.config.trainer import FsdpConfig
 from asyncrl.trainer.fsdp.token_logprobs import IMPOSSIBLE, LogitRules, logprobs_beside, token_logprobs
-from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types.metrics import Metric
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, write_model
+from tests.numerics import one_rank
 
 pytestmark = pytest.mark.numerics
 
@@ -45,25 +42,21 @@ def of_buckets(logits, teacher, k):
     return kl_div(merged[1], merged[0], log_target=True, reduction="none").sum(-1)
 
 
-@pytest.mark.parametrize("k", [1, 3, 12, V - 1])
+def of_whole(logits, teacher):
+    """[N]: the reverse KL."""
+    return kl_div(teacher, logits.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+
+
+@pytest.mark.parametrize("k", [1, 3, 12, V - 1, V])
 def test_value_and_gradient_are_those_of_the_dense_formula_over_top_k_and_the_rest(k):
+    """Over the whole vocabulary it is the reverse KL: one token that is left out is a bucket of its own."""
     logits, teacher = draw(0)
-    found, expected = of_top(logits, teacher, k), of_buckets(logits, teacher, k)
+    found = of_top(logits, teacher, k)
+    expected = of_buckets(logits, teacher, k) if k < V - 1 else of_whole(logits, teacher)
     torch.testing.assert_close(found, expected)
     (gradient,), (wanted,) = (torch.autograd.grad(x.sum(), logits) for x in (found, expected))
     torch.testing.assert_close(gradient, wanted)
     assert gradient.abs().max() > 0.01
-
-
-@pytest.mark.parametrize("k", [V, V - 1])
-def test_over_the_whole_vocabulary_it_is_the_reverse_kl(k):
-    """One token that is left out is a bucket of its own."""
-    logits, teacher = draw(1)
-    found = of_top(logits, teacher, k)
-    exact = kl_div(teacher, logits.log_softmax(-1), log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(found, exact)
-    (gradient,), (wanted,) = (torch.autograd.grad(x.sum(), logits) for x in (found, exact))
-    torch.testing.assert_close(gradient, wanted)
 
 
 def test_it_grows_with_k_up_to_the_kl_and_is_never_negative():
@@ -153,12 +146,8 @@ def path(tmp_path_factory):
 
 def build(path, top_k, coefficient=0.5, lr=1e-3, **fsdp):
     distillation = DistillationConfig(coefficient=coefficient, top_k=top_k)
-    spec = TrainerSpec(
-        model=ModelConfig(path=path),
-        trainer=TrainerConfig(lr=lr, max_grad_norm=0, fsdp=FsdpConfig(**fsdp)),
-        algorithm=AlgorithmConfig(advantage="teacher_only", distillation=distillation),
-    )
-    return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+    algorithm = AlgorithmConfig(advantage="teacher_only", distillation=distillation)
+    return one_rank.build(path, algorithm, lr=lr, max_grad_norm=0, fsdp=FsdpConfig(**fsdp))
 
 
 def taught(lease, k, seed=9):
@@ -203,7 +192,7 @@ def dense_step(path, lease, whole, coefficient):
 def test_a_step_over_the_whole_vocabulary_is_the_dense_one_for_every_packing(path, budget, shared):
     lease, whole = taught(random_lease(0), VOCAB_SIZE)
     loss, norm = dense_step(path, lease, whole, 0.5)
-    (plan,) = plan_step(lease.manifest, lease.advantages, PackingRules(num_plans=1, max_tokens_per_microbatch=budget))
+    plan = one_rank.plan_of(lease, budget)
     metrics = build(path, VOCAB_SIZE, share_prompts=shared).train_step(plan, lease.trajectories)
     assert metrics.loss == pytest.approx(loss, rel=1e-4)
     assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)

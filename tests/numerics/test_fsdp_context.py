@@ -18,7 +18,7 @@ from asyncrl_testing.random_model import random_qwen3_moe
 from asyncrl_testing.rank_processes import run_ranks
 from tests.numerics.test_fsdp_ranks import FITTED, PPO, assert_close_metrics, assert_close_weights, build
 
-pytestmark = [pytest.mark.numerics, pytest.mark.slow]
+pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.usefixtures("process_group")]
 
 DEADLINE_S = 300
 LEASES = [random_lease(80 + step, step=step) for step in range(3)]
@@ -156,15 +156,8 @@ def shared(models):
     }
 
 
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_share_rows_train_as_one_rank_does(models, shared, alone, name):
+def test_ranks_that_share_rows_train_as_one_rank_does(models, shared, name):
     ranks, model, settings = CASES[name]
     found = [rank[name] for rank in shared[ranks]]
     context = settings["fsdp"].context_parallel
@@ -206,7 +199,7 @@ def test_all_that_a_policy_is_asked_for_is_that_of_one_rank(models, shared, rank
 
 
 @pytest.mark.parametrize("ranks", SAVED)
-def test_a_checkpoint_of_ranks_that_share_rows_goes_on_with_one(models, shared, alone, ranks):
+def test_a_checkpoint_of_ranks_that_share_rows_goes_on_with_one(models, shared, ranks):
     _, model, settings = CASES[SAVED[ranks]]
     one = build(models / model, 0, 1, **one_rank(settings))
     one.load(models / f"saved{ranks}")

@@ -6,14 +6,14 @@ from dataclasses import asdict
 
 import pytest
 import torch
-import torch.distributed as dist
+from transformers import Qwen3ForCausalLM
 
 from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
-from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
+from asyncrl_testing.backend_suite import random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
-from tests.numerics.test_fsdp_ranks import assert_close_metrics, assert_close_weights, build
+from tests.numerics.test_fsdp_ranks import assert_close_metrics, assert_close_weights, build, uneven
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
 RANKS, DEADLINE_S = 4, 240
 LEASES = [random_lease(60 + step, step=step) for step in range(3)]
@@ -65,29 +65,9 @@ def rank_main(root, rank, world_size, path):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=36,
-        intermediate_size=49,  # odd: shards of unequal size
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-    )
     path = tmp_path_factory.mktemp("copies") / "model"
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    Qwen3ForCausalLM(uneven(tie_word_embeddings=False)).save_pretrained(path)
     return path
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +83,7 @@ def four(model):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_trains_as_one_rank_does(model, four, alone, name):
+def test_every_layout_trains_as_one_rank_does(model, four, name):
     one = build(model, 0, 1)
     for expected, found in zip(train(one, LEASES[:2], 0, 1), four[0][name]["steps"], strict=True):
         assert_close_metrics(expected, found)
@@ -121,7 +101,7 @@ def test_a_copy_is_split_over_its_ranks_alone(four, name):
     assert [sum(held[first : first + ranks]) for first in range(0, RANKS, ranks)] == [whole] * (RANKS // ranks)
 
 
-def test_a_checkpoint_of_copies_goes_on_in_another_layout(model, four, alone):
+def test_a_checkpoint_of_copies_goes_on_in_another_layout(model, four):
     written = sorted(path.name for path in (model.parent / "saved").iterdir())
     assert sorted(name for found in four for name in found["files"]) == written
     assert_close_metrics(four[0]["last"][0], four[0]["resumed"][0])
@@ -132,7 +112,7 @@ def test_a_checkpoint_of_copies_goes_on_in_another_layout(model, four, alone):
     assert_close_metrics(four[0]["last"][0], found)
 
 
-def test_adapters_are_trained_over_weights_in_the_dtype_of_the_passes(model, alone):
+def test_adapters_are_trained_over_weights_in_the_dtype_of_the_passes(model):
     lora = LoraConfig(rank=4)
     backend = build(model, 0, 1, FsdpConfig(param_dtype="bfloat16"), lora=lora)
     kept = {".lora_" in name: p.dtype for name, p in backend._policy.causal_lm.named_parameters()}
@@ -142,7 +122,7 @@ def test_adapters_are_trained_over_weights_in_the_dtype_of_the_passes(model, alo
     assert bfloat16["grad_norm"] == pytest.approx(float32["grad_norm"], rel=0.1)
 
 
-def test_what_a_rank_alone_holds_is_neither_gathered_nor_copied(model, alone, monkeypatch):
+def test_what_a_rank_alone_holds_is_neither_gathered_nor_copied(model, monkeypatch):
     """DTensor takes 0.3 ms for each tensor to find out that there is nothing to gather."""
     from torch.distributed.tensor import DTensor
 

@@ -1,6 +1,7 @@
 """FSDP2 on one rank: packed training against plain Hugging Face forward passes, one sequence at a time."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,18 +23,17 @@ from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.model import Kernels, choose_attention, load_model
 from asyncrl.trainer.fsdp.optimizer import build_optimizer
 from asyncrl.trainer.step.batch import pack
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 from asyncrl.weights.experts import unfused
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
+from tests.numerics import one_rank
+from tests.numerics.one_rank import CPU
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
-CPU = torch.device("cpu")
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -68,17 +68,7 @@ def model_paths(tmp_path_factory):
     return root
 
 
-def spec(path, *, temperature=1.0, fsdp=None, dtype="float32", **trainer):
-    return TrainerSpec(
-        model=ModelConfig(path=str(path), inference_dtype=dtype),
-        trainer=TrainerConfig(**{"lr": 1e-3, "max_grad_norm": 0, "fsdp": fsdp or FsdpConfig(), **trainer}),
-        algorithm=AlgorithmConfig(),
-        temperature=temperature,
-    )
-
-
-def build(*args, **kwargs):
-    return FsdpBackend(spec(*args, **kwargs), rank=0, world_size=1, device=CPU)
+build = partial(one_rank.build, max_grad_norm=0)
 
 
 def single_logprobs(model, trajectory, temperature=1.0):
@@ -119,8 +109,8 @@ def test_packed_logprobs_are_those_of_single_sequences(model_paths, name):
 @pytest.mark.parametrize("head", [True, False])
 def test_ranks_that_read_no_weights_build_the_same_model(model_paths, name, head):
     first, second = (
-        load_model(ModelConfig(path=str(model_paths / name)), FsdpConfig(), rank_of_two(rank), head=head)
-        for rank in range(2)
+        load_model(ModelConfig(path=str(model_paths / name)), FsdpConfig(), mesh, head=head)
+        for mesh in (SimpleNamespace(device_type="cpu", get_rank=lambda rank=rank: rank) for rank in range(2))
     )
     described = [[(n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()] for m in (first, second)]
     assert described[0] == described[1], "the same names, and the same tensors tied"
@@ -128,11 +118,6 @@ def test_ranks_that_read_no_weights_build_the_same_model(model_paths, name, head
     assert all(torch.equal(buffer, theirs[n]) for n, buffer in ours.items())
     assert first.config.to_dict() == second.config.to_dict()
     assert first.training == second.training
-
-
-def rank_of_two(rank):
-    """Of a device mesh what `load_model` asks."""
-    return SimpleNamespace(device_type="cpu", get_rank=lambda: rank)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -171,37 +156,6 @@ def test_neither_budget_nor_order_of_microbatches_matters(model_paths):
         assert metrics.grad_norm == pytest.approx(steps[0][1].grad_norm, rel=1e-5)
         assert metrics.mean("train/entropy") == pytest.approx(steps[0][1].mean("train/entropy"), rel=1e-5)
         assert metrics.ratio_max == pytest.approx(steps[0][1].ratio_max, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_sequence_does_not_see_its_neighbours(model_paths, name):
-    lease = random_lease(3)
-    (plan,) = lease.plans(budget=1000)
-    assert len(plan.microbatches) == 1
-    backend = build(model_paths / name)
-    before = backend.logprobs(plan, lease.trajectories)
-    changed = dict(lease.trajectories)
-    for key in [(0, 2), (2, 1)]:
-        t = changed[key]
-        changed[key] = replace(
-            t, prompt_ids=(t.prompt_ids + 1) % VOCAB_SIZE, response_ids=(t.response_ids + 1) % VOCAB_SIZE
-        )
-    after = backend.logprobs(plan, changed)
-    for key in lease.trajectories:
-        if key in {(0, 2), (2, 1)}:
-            assert not torch.equal(before[key], after[key])
-        else:
-            assert torch.equal(before[key], after[key]), key
-
-
-def test_activation_checkpointing_and_resharding_change_nothing(model_paths):
-    lease = random_lease(4)
-    (plan,) = lease.plans(budget=64)
-    plain, other = FsdpConfig(), FsdpConfig(activation_checkpointing=True, reshard_after_forward=False)
-    a, b = (build(model_paths / "qwen3", fsdp=fsdp) for fsdp in (plain, other))
-    assert a.train_step(plan, lease.trajectories) == b.train_step(plan, lease.trajectories)
-    for x, y in zip(weights_of(a).values(), weights_of(b).values(), strict=True):
-        assert np.array_equal(x, y)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -298,28 +252,6 @@ def test_gradients_are_clipped_to_the_global_norm(model_paths):
     assert moved[1] / moved[0] == pytest.approx(0.01 / metrics.grad_norm, rel=0.02)
 
 
-def test_weight_decay_is_for_matrices_only(model_paths):
-    lease = random_lease(7)
-    lease = replace(lease, advantages=tuple(np.zeros_like(a) for a in lease.advantages))
-    backend = build(model_paths / "llama", lr=0.1, weight_decay=0.5)
-    before = weights_of(backend)
-    backend.train_step(lease.plans()[0], lease.trajectories)
-    for name, after in weights_of(backend).items():
-        if "norm" in name or name.endswith("bias"):
-            assert np.array_equal(after, before[name]), name
-        else:
-            np.testing.assert_allclose(after, before[name] * 0.95, rtol=1e-5, err_msg=name)
-
-
-def test_the_rate_warms_up_with_the_plans_step(model_paths):
-    backend = build(model_paths / "qwen3", warmup_steps=4)
-    rates = []
-    for step in (0, 1, 2, 3, 4, 9):
-        lease = random_lease(8, step=step)
-        rates.append(backend.train_step(lease.plans()[0], lease.trajectories).lr)
-    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_published_tensors_are_those_of_the_model(model_paths, name, dtype):
@@ -369,8 +301,7 @@ def test_the_recipe_says_in_which_dtype_logits_are_formed(model_paths, head_dtyp
     """Of policy and reference alike: from the hidden states and the matrix as bfloat16 has them."""
     lease, path = random_lease(0), model_paths / "qwen3"
     fsdp = FsdpConfig(param_dtype="bfloat16", head_dtype=head_dtype)
-    with_kl = replace(spec(path, fsdp=fsdp), algorithm=AlgorithmConfig(kl=KlConfig(coefficient=0.1)))
-    backend = FsdpBackend(with_kl, rank=0, world_size=1, device=CPU)
+    backend = build(path, AlgorithmConfig(kl=KlConfig(coefficient=0.1)), fsdp=fsdp)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     (plan,) = lease.plans()
     found, kept = backend.logprobs(plan, lease.trajectories), []

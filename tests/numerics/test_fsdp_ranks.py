@@ -1,17 +1,13 @@
 """FSDP2 on two ranks (gloo, two processes, started once) against one rank in this process."""
 
-import datetime
-import multiprocessing
-import pickle
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, GaeConfig, KlConfig
 from asyncrl.config.model import ModelConfig
@@ -24,6 +20,7 @@ from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import RankPlan
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3_moe
+from asyncrl_testing.rank_processes import run_ranks
 
 pytestmark = pytest.mark.numerics
 
@@ -70,13 +67,6 @@ def build(path, rank, world_size, fsdp=None, algorithm=None, lora=None):
     return FsdpBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
 
 
-def join(store, rank, world_size):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60)
-    )
-
-
 def step(backend, lease, rank, world_size, budget=48):
     return asdict(backend.train_step(lease.plans(world_size, budget)[rank], lease.trajectories))
 
@@ -111,9 +101,8 @@ def memory_of_a_model(path) -> tuple[int, int]:
     return loaded - before, process.memory_info().rss - before
 
 
-def rank_main(rank: int, root: Path) -> None:
-    """What one of the two ranks does; its findings go to a file."""
-    join(dist.FileStore(str(root / "rendezvous"), RANKS), rank, RANKS)
+def rank_main(_directory, rank, world_size, root):
+    """What one of the two ranks does and finds; models and checkpoints are below `root`."""
     found = {}
     backend = build(root / "model", rank, RANKS)
     logprobs = backend.logprobs(LEASES[0].plans(RANKS, 48)[rank], LEASES[0].trajectories)
@@ -149,74 +138,56 @@ def rank_main(rank: int, root: Path) -> None:
         backend.train_step(LEASES[0].plans(RANKS, 48)[rank], spoilt)
     except Exception as error:  # noqa: BLE001 the class is what is tested
         found["refused"] = type(error).__name__
-    (root / f"found{rank}").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    """One rank's reference, and what the two ranks found."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    root = tmp_path_factory.mktemp("ranks")
+def uneven(**changes):
+    """A model whose shards are of unequal size."""
     torch.manual_seed(0)
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=36,
-        intermediate_size=49,  # odd: shards of unequal size
+        intermediate_size=49,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
         initializer_range=0.2,
-        tie_word_embeddings=True,
+        **changes,
     )
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory, process_group):
+    """One rank's reference, and what the two ranks found."""
+    root = tmp_path_factory.mktemp("ranks")
+    config = uneven(tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(root / "model")
     random_qwen3_moe(vocab_size=VOCAB_SIZE).save_pretrained(root / "mixture")
     config.vocab_size = LARGE_VOCAB
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "large")
-    join(dist.HashStore(), 0, 1)
-    try:
-        one = build(root / "model", 0, 1)
-        logprobs = one.logprobs(LEASES[0].plans(1, 48)[0], LEASES[0].trajectories)
-        reference = {"logprobs": {k: v.numpy() for k, v in logprobs.items()}}
-        reference["steps"] = [step(one, lease, 0, 1) for lease in LEASES[:2]]
-        reference["weights"] = weights_of(one)
-        one.capture()
-        one.save(root / "one")
-        reference["last"] = step(one, LEASES[2], 0, 1)
-        reference["last_weights"] = weights_of(one)
-        first = build(root / "model", 0, 1)
-        reference["first"] = step(first, LEASES[0], 0, 1)
-        reference["first_weights"] = weights_of(first)
-        start = build(root / "model", 0, 1, lora=LORA)
-        start.capture()
-        start.save(root / "lora")
-        reference["features"] = features(root / "model", 0, 1, root / "lora")
-        found = run_ranks(root)
-        resumed = build(root / "model", 0, 1)
-        resumed.load(root / "two")
-        reference["resumed"] = step(resumed, LEASES[2], 0, 1)
-        reference["resumed_weights"] = weights_of(resumed)
-        return reference, found
-    finally:
-        dist.destroy_process_group()
-
-
-def run_ranks(root):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    processes = [context.Process(target=rank_main, args=(rank, root), daemon=True) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(DEADLINE_S)
-        if process.is_alive():
-            for other in processes:
-                other.kill()
-            pytest.fail(f"ranks did not end within {DEADLINE_S} s")
-    assert [p.exitcode for p in processes] == [0] * RANKS
-    return [pickle.loads((root / f"found{rank}").read_bytes()) for rank in range(RANKS)]
+    one = build(root / "model", 0, 1)
+    logprobs = one.logprobs(LEASES[0].plans(1, 48)[0], LEASES[0].trajectories)
+    reference = {"logprobs": {k: v.numpy() for k, v in logprobs.items()}}
+    reference["steps"] = [step(one, lease, 0, 1) for lease in LEASES[:2]]
+    reference["weights"] = weights_of(one)
+    one.capture()
+    one.save(root / "one")
+    reference["last"] = step(one, LEASES[2], 0, 1)
+    reference["last_weights"] = weights_of(one)
+    first = build(root / "model", 0, 1)
+    reference["first"] = step(first, LEASES[0], 0, 1)
+    reference["first_weights"] = weights_of(first)
+    start = build(root / "model", 0, 1, lora=LORA)
+    start.capture()
+    start.save(root / "lora")
+    reference["features"] = features(root / "model", 0, 1, root / "lora")
+    found = run_ranks(rank_main, root / "found", RANKS, root, preload=[__name__], deadline_s=DEADLINE_S)
+    resumed = build(root / "model", 0, 1)
+    resumed.load(root / "two")
+    reference["resumed"] = step(resumed, LEASES[2], 0, 1)
+    reference["resumed_weights"] = weights_of(resumed)
+    return reference, found
 
 
 def assert_close_metrics(a, b, rel=1e-5):
@@ -261,16 +232,11 @@ def test_every_rank_has_the_logprobs_of_its_sequences(outcome):
         np.testing.assert_allclose(value, one["logprobs"][key], atol=1e-5)
 
 
-def test_one_ranks_checkpoint_goes_on_with_two(outcome):
-    one, two = outcome
-    assert_close_metrics(one["last"], two[0]["resumed"])
-    assert_close_weights(one["last_weights"], two[0]["resumed_weights"])
-
-
-def test_two_ranks_checkpoint_goes_on_with_one(outcome):
-    one, two = outcome
-    assert_close_metrics(two[0]["last"], one["resumed"])
-    assert_close_weights(two[0]["last_weights"], one["resumed_weights"])
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)], ids=["one, then two", "two, then one"])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(outcome, before, after):
+    found = outcome[0], outcome[1][0]
+    assert_close_metrics(found[before]["last"], found[after]["resumed"])
+    assert_close_weights(found[before]["last_weights"], found[after]["resumed_weights"])
 
 
 def test_adapters_begin_the_same_on_any_number_of_ranks(outcome):

@@ -7,19 +7,12 @@ import pytest
 import torch
 
 from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import TorchEngineConfig
-from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.errors import GenerationError
-from asyncrl.inference.torch_engine.engine import TorchEngine
-from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.token_logprobs import among_kept, logprobs_beside
-from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import GroupSummary, LeaseManifest, Lengths, Segment, Trajectory
 from asyncrl.types.metrics import Metric
 from asyncrl_testing.backend_suite import write_model
-from asyncrl_testing.engine_suite import Client, complete, make_request, within
+from asyncrl_testing.engine_suite import Client, complete, make_request
+from tests.numerics.one_rank import build, embedded_engine, leased, trajectory_of
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
@@ -60,10 +53,7 @@ def path(tmp_path_factory):
 
 async def sampled(path, count=6):
     """Trajectories of the embedded engine with filters, and their sets."""
-    settings = TorchEngineConfig(device="cpu", num_slots=4, max_model_len=128, chunk_tokens=3)
-    engine = TorchEngine(ModelConfig(path=path), settings, load_real_weights=True)
-    await within(engine.start())
-    try:
+    async with embedded_engine(path) as engine:
         for wrong in ({"top_k": 0}, {"top_k": 4, "temperature": 0.0}):
             with pytest.raises(GenerationError, match="kept with top_k"):
                 await complete(engine, kept=True, **wrong)
@@ -71,38 +61,23 @@ async def sampled(path, count=6):
         beside = Client(engine, make_request(top_k=20, max_tokens=10, kept=True))
         done = [await client.done() for client in [Client(engine, request) for request in requests]]
         assert all(c.extra["kept_ids"].shape[1] == 20 for c in (await beside.done()).chunks if len(c.token_ids))
-    finally:
-        await within(engine.stop())
-    found = []
-    for client in done:
-        n, kept = len(client.ids), np.concatenate([c.extra["kept_ids"] for c in client.chunks if len(c.token_ids)])
-        ids, logprobs = np.array(client.ids, np.int32), np.array(client.logprobs, np.float32)
-        segments, mask = (Segment(0, n, 0, 0),), np.ones(n, bool)
-        made = Trajectory(client.request.prompt_ids, ids, logprobs, mask, segments, 0.0, extra={"kept_ids": kept})
-        assert all(token in row for token, row in zip(client.ids, kept.tolist(), strict=True))
-        found.append(made.validate())
-    assert any(-1 in row for t in found for row in t.extra["kept_ids"].tolist()), "top_p keeps fewer"
+    found = [trajectory_of(client, "kept_ids") for client in done]
+    rows = [(token, row) for t in found for token, row in zip(t.response_ids, t.extra["kept_ids"], strict=True)]
+    assert all(token in row for token, row in rows)
+    assert any(-1 in row for _, row in rows), "top_p keeps fewer"
     return found
 
 
 async def test_what_was_sampled_with_filters_has_the_probability_that_the_engine_reports(path):
-    trajectories = await sampled(path)
-    lengths = [(Lengths(len(t.prompt_ids), len(t.response_ids), t.num_trained_tokens),) for t in trajectories]
-    groups = tuple(GroupSummary(i, 0, each, (0.0,), (), 1, 0) for i, each in enumerate(lengths))
-    rules = PackingRules(num_plans=1, max_tokens_per_microbatch=64)
-    (plan,) = plan_step(LeaseManifest(0, groups), [np.ones(1)] * len(groups), rules)
-    by_key, metrics = {(i, 0): t for i, t in enumerate(trajectories)}, {}
-    for over_kept in (True, False):
-        spec = TrainerSpec(
-            model=ModelConfig(path=path),
-            trainer=TrainerConfig(lr=1e-3, max_grad_norm=0, fsdp=FsdpConfig()),
-            algorithm=AlgorithmConfig(entropy_coefficient=0.01, kl=KlConfig(coefficient=0.1)),
-            temperature=FILTERS["temperature"],
-            over_kept=over_kept,
-        )
-        backend = FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
-        metrics[over_kept] = backend.train_step(plan, by_key)
-    exact, biased = metrics[True], metrics[False]
+    plan, by_key = leased(await sampled(path), 1.0, 64)
+    algorithm = AlgorithmConfig(entropy_coefficient=0.01, kl=KlConfig(coefficient=0.1))
+
+    def trained(trajectories, *, over_kept):
+        temperature = FILTERS["temperature"]
+        backend = build(path, algorithm, temperature=temperature, max_grad_norm=0, over_kept=over_kept)
+        return backend.train_step(plan, trajectories)
+
+    exact, biased = trained(by_key, over_kept=True), trained(by_key, over_kept=False)
     assert exact.ratio_max == pytest.approx(1, abs=1e-3)
     assert exact.mean(Metric.RATIO_MEAN) == pytest.approx(1, abs=1e-4)
     assert exact.mean(Metric.KL_REFERENCE) == pytest.approx(0, abs=1e-6)
@@ -110,6 +85,4 @@ async def test_what_was_sampled_with_filters_has_the_probability_that_the_engine
     assert biased.mean(Metric.RATIO_MEAN) < 0.9
     lacking = {key: replace(t, extra={}) for key, t in by_key.items()}
     with pytest.raises(ValueError, match="has no kept_ids"):
-        FsdpBackend(replace(spec, over_kept=True), rank=0, world_size=1, device=torch.device("cpu")).train_step(
-            plan, lacking
-        )
+        trained(lacking, over_kept=True)

@@ -25,9 +25,9 @@ def reference(hidden, weight, bias, targets, temperature):
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 5, N, 10 * N])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("bias", [True, False])
-def test_value_entropy_and_gradient(chunk_rows, temperature, bias):
+@pytest.mark.parametrize(("of_logprob", "of_entropy"), [(1, 0), (0, 1), (1, -0.5)])
+@pytest.mark.parametrize(("temperature", "bias"), [(1.0, True), (0.7, False)])
+def test_value_entropy_and_gradient(chunk_rows, of_logprob, of_entropy, temperature, bias):
     found, expected = draw(bias=bias), [None if x is None else x.detach().double() for x in draw(bias=bias)]
     for x in expected[:3]:
         if x is not None:
@@ -37,8 +37,8 @@ def test_value_entropy_and_gradient(chunk_rows, temperature, bias):
     wanted, wanted_entropy = reference(*expected[:3], targets, temperature)
     torch.testing.assert_close(logprobs.double(), wanted, atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(entropy.double(), wanted_entropy, atol=1e-5, rtol=1e-6)
-    (logprobs * upstream).sum().backward()
-    (wanted * upstream.double()).sum().backward()
+    ((of_logprob * logprobs + of_entropy * entropy) * upstream).sum().backward()
+    ((of_logprob * wanted + of_entropy * wanted_entropy) * upstream.double()).sum().backward()
     for a, b in zip(found[:3], expected[:3], strict=True):
         if a is not None:
             torch.testing.assert_close(a.grad.double(), b.grad, atol=2e-5, rtol=1e-5)

@@ -1,8 +1,6 @@
 """Megatron-core on CPU ranks: PPO with critic, reference and proximal policy, resuming at another layout, and what must
 stop all ranks, against FSDP2 on one rank in this process; and the vocabulary-parallel softmax against float64."""
 
-import datetime
-import importlib.util
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, GaeConfig, KlConfig
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import MegatronConfig, TrainerConfig
 from asyncrl.errors import AsyncRLError
@@ -20,33 +18,20 @@ from asyncrl.types import RankPlan
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, with_experts, write_model
 from asyncrl_testing.random_model import random_qwen3_moe
 from asyncrl_testing.rank_processes import run_ranks
+from tests.make import needs_megatron
+from tests.numerics.test_fsdp_ranks import FITTED as FITTED_AND_BALANCED
+from tests.numerics.test_fsdp_ranks import PPO
 
 pytestmark = [
     pytest.mark.numerics,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
-    ),
+    needs_megatron,
 ]
 
 DEADLINE_S = 280
 LEASES = [random_lease(60 + step, step=step) for step in range(3)]
 RECORDED = [with_experts(lease) for lease in LEASES]
-PPO = AlgorithmConfig(
-    advantage="gae",
-    ratio="proximal",
-    critic=CriticConfig(lr=1e-2),
-    gae=GaeConfig(gamma=0.98, lam=0.9),
-    kl=KlConfig(coefficient=0.1, place="reward"),
-    entropy_coefficient=0.01,
-)
-FITTED = AlgorithmConfig(
-    ratio="proximal",
-    corrections=[
-        CorrectionConfig(name="truncated_is", high=1.1, normalize=True),
-        CorrectionConfig(name="m2po", high=2.0),
-    ],
-)
+FITTED = replace(FITTED_AND_BALANCED, router_aux_coefficient=0.0)
 BALANCED = AlgorithmConfig(router_aux_coefficient=0.5, entropy_coefficient=0.01)
 DENSE = {
     "tp2": MegatronConfig(tensor_parallel=2),
@@ -226,40 +211,36 @@ def softmax_error(group):
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
+def outcome(tmp_path_factory, process_group):
     """FSDP2's findings, and those of two ranks."""
     from asyncrl.trainer.fsdp.backend import FsdpBackend
 
-    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("features")
     models = {"dense": write_model(root / "dense"), "mixture": str(root / "mixture")}
     random_qwen3_moe(vocab_size=VOCAB_SIZE).save_pretrained(root / "mixture")
     ranks = run_ranks(
         rank_main, root / "ranks", 2, models, preload=["tests.numerics.megatron_ranks"], deadline_s=DEADLINE_S
     )
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    try:
 
-        def make(path, algorithm, router_replay="off"):
-            spec = spec_of(path, 1, "fsdp", algorithm=algorithm, router_replay=router_replay)
-            return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+    def make(path, algorithm, router_replay="off"):
+        spec = spec_of(path, 1, "fsdp", algorithm=algorithm, router_replay=router_replay)
+        return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
 
-        single = spec_of("none", 1, "fsdp").trainer.layout
-        found, ppo, plans = features(make, single, 0, models)
-        found["last"] = train(ppo, plans, 2)
-        plain = make(models["dense"], AlgorithmConfig())
-        (whole,) = LEASES[0].plans(1, 48)
-        found["lopsided"] = asdict(plain.train_step(whole, LEASES[0].trajectories))
-        found |= mixture(make, single, 0, models)
-        return found, ranks
-    finally:
-        dist.destroy_process_group()
+    single = spec_of("none", 1, "fsdp").trainer.layout
+    found, ppo, plans = features(make, single, 0, models)
+    found["last"] = train(ppo, plans, 2)
+    plain = make(models["dense"], AlgorithmConfig())
+    (whole,) = LEASES[0].plans(1, 48)
+    found["lopsided"] = asdict(plain.train_step(whole, LEASES[0].trajectories))
+    return found | mixture(make, single, 0, models), ranks
 
 
-def sent(ranks, layout, key):
-    """The tensors that all ranks send."""
-    return {name: weight for rank in ranks for name, weight in rank[layout][key].items()}
+def assert_close_weights(outcome, layout, key):
+    """The tensors that all ranks send are FSDP2's."""
+    expected, ranks = outcome
+    weights = {name: weight for rank in ranks for name, weight in rank[layout][key].items()}
+    for name, weight in expected[key].items():
+        assert np.mean(np.abs(weights[name] - weight) > 1e-4) < 0.01, name
 
 
 def assert_close_metrics(found, expected, rel):
@@ -280,10 +261,7 @@ def test_ppo_with_critic_and_reference_is_that_of_fsdp(outcome, layout):
     for found, one in zip(ranks[0][layout]["ppo"], expected["ppo"], strict=True):
         assert_close_metrics(found, one, rel=1e-3)
         assert dict(one["means"]).keys() >= {"critic/loss", "critic/explained_variance", "train/kl_reference"}
-    weights = sent(ranks, layout, "ppo_weights")
-    for name, weight in expected["ppo_weights"].items():
-        difference = np.abs(weights[name] - weight)
-        assert np.mean(difference > 1e-4) < 0.01, name
+    assert_close_weights(outcome, layout, "ppo_weights")
     both = {key: value for rank in ranks for key, value in rank[layout]["kl"].items()}
     assert both == pytest.approx(expected["kl"], abs=1e-4)
 
@@ -303,10 +281,7 @@ def test_the_load_balancing_loss_is_that_of_fsdp(outcome, layout):
     for found, one in zip(ranks[0][layout]["balanced"], expected["balanced"], strict=True):
         assert_close_metrics(found, one, rel=1e-4)
         assert dict(one["means"])["train/router_balance"] > 1
-    weights = sent(ranks, layout, "balanced_weights")
-    for name, weight in expected["balanced_weights"].items():
-        difference = np.abs(weights[name] - weight)
-        assert np.mean(difference > 1e-4) < 0.01, name
+    assert_close_weights(outcome, layout, "balanced_weights")
 
 
 @pytest.mark.parametrize("layout", MIXTURE)
@@ -321,9 +296,7 @@ def test_replayed_experts_are_those_of_fsdp(outcome, layout):
     assert np.concatenate(gaps).mean() > 0.05, "other experts are another function"
     for found, one in zip(ranks[0][layout]["replayed"], expected["replayed"], strict=True):
         assert_close_metrics(found, one, rel=1e-4)
-    weights = sent(ranks, layout, "replayed_weights")
-    for name, weight in expected["replayed_weights"].items():
-        assert np.mean(np.abs(weights[name] - weight) > 1e-4) < 0.01, name
+    assert_close_weights(outcome, layout, "replayed_weights")
 
 
 @pytest.mark.parametrize("layout", list(DENSE)[1:])

@@ -4,14 +4,11 @@ Two ranks run one layout after another, four the others. They load the model, co
 optimizer steps, export, save, and resume; all of it is compared.
 """
 
-import datetime
-import importlib.util
 from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
@@ -20,13 +17,12 @@ from asyncrl.trainer.backends import open_checkpoint
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl_testing.backend_suite import random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
+from tests.make import needs_megatron
 
 pytestmark = [
     pytest.mark.numerics,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
-    ),
+    needs_megatron,
 ]
 
 VOCAB_SIZE = 41  # odd: every layout pads it
@@ -149,16 +145,7 @@ def at_layout(root, rank, world_size, path, layout):
 
 
 @pytest.fixture(scope="module")
-def group():
-    torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def references(paths, tmp_path_factory, group):
+def references(paths, tmp_path_factory, process_group):
     """Kind of model -> what FSDP2 on one rank finds; made when it is asked for."""
     from asyncrl.trainer.fsdp.backend import FsdpBackend
 

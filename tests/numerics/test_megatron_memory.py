@@ -1,6 +1,5 @@
 """The memory that a dry run announces is what ranks of Megatron-core allocate; its tensors are those of the model."""
 
-import importlib.util
 import json
 
 import pytest
@@ -12,13 +11,12 @@ from asyncrl.trainer.backends import memory_of
 from asyncrl.trainer.model_tensors import model_tensors
 from asyncrl.types import ModelFacts
 from asyncrl_testing.rank_processes import run_ranks
+from tests.make import needs_megatron
 from tests.numerics.test_megatron_layouts import build_model, spec_of
 
 pytestmark = [
     pytest.mark.numerics,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (asyncrl[megatron])"
-    ),
+    needs_megatron,
 ]
 
 KINDS = ("qwen3", "qwen2", "llama", "mixture", "shared")

@@ -9,14 +9,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from asyncrl.algorithms.router_balance import balance_weights, routing_sums
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import FsdpConfig, TrainerConfig
+from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.fsdp.backend import FsdpBackend
-from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3_moe, write_random_qwen3
+from tests.numerics import one_rank
+from tests.numerics.one_rank import plan_of
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
@@ -93,24 +91,12 @@ def path(tmp_path_factory):
     return str(root)
 
 
-def build(path, coefficient=COEFFICIENT, fsdp=None, **trainer):
-    spec = TrainerSpec(
-        model=ModelConfig(path=path),
-        trainer=TrainerConfig(**{"lr": 1e-3, "max_grad_norm": 0, "fsdp": fsdp or FsdpConfig()} | trainer),
-        algorithm=AlgorithmConfig(router_aux_coefficient=coefficient),
-    )
-    return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+def build(path, coefficient=COEFFICIENT, **trainer):
+    return one_rank.build(path, AlgorithmConfig(router_aux_coefficient=coefficient), max_grad_norm=0, **trainer)
 
 
 def without_advantages(lease):
     return replace(lease, advantages=tuple(np.zeros_like(a) for a in lease.advantages))
-
-
-def plan_of(lease, budget, **rules):
-    (plan,) = plan_step(
-        lease.manifest, lease.advantages, PackingRules(num_plans=1, max_tokens_per_microbatch=budget, **rules)
-    )
-    return plan
 
 
 def reference(lease):

@@ -7,21 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import TorchEngineConfig
-from asyncrl.config.trainer import FsdpConfig, TrainerConfig
+from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError
-from asyncrl.inference.torch_engine.engine import TorchEngine
-from asyncrl.trainer.fsdp.backend import FsdpBackend
-from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.step.batch import pack
-from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import GroupSummary, LeaseManifest, Lengths, Segment, Trajectory
 from asyncrl.weights.experts import routers_of
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, with_experts
-from asyncrl_testing.engine_suite import Client, make_request, within
+from asyncrl_testing.engine_suite import Client, make_request
 from asyncrl_testing.random_model import random_qwen3_moe, write_random_qwen3
+from tests.numerics import one_rank
+from tests.numerics.one_rank import embedded_engine, leased, plan_of, trajectory_of
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
@@ -46,12 +40,7 @@ def path(tmp_path_factory, norm_topk_prob):
 
 
 def build(path, router_replay="rollout", **fsdp):
-    spec = TrainerSpec(
-        model=ModelConfig(path=path),
-        trainer=TrainerConfig(lr=1e-3, max_grad_norm=0, fsdp=FsdpConfig(**fsdp), router_replay=router_replay),
-        algorithm=AlgorithmConfig(),
-    )
-    return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+    return one_rank.build(path, max_grad_norm=0, fsdp=FsdpConfig(**fsdp), router_replay=router_replay)
 
 
 class Given(nn.Module):
@@ -96,11 +85,6 @@ def perturb(router, seed, spread):
     """Moves the weights of a router in training."""
     weight = router.weight.to_local()  # one rank: all of it
     weight.add_(spread * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)))
-
-
-def plan_of(lease, budget=4096):
-    (plan,) = plan_step(lease.manifest, lease.advantages, PackingRules(num_plans=1, max_tokens_per_microbatch=budget))
-    return plan
 
 
 def test_log_probabilities_are_those_of_a_forward_pass_through_the_same_experts(path, norm_topk_prob):
@@ -155,7 +139,7 @@ def test_perturbed_routers_keep_the_recorded_experts(path):
                 perturb(router, 5, 1.0)
         for layer in model.base_model.layers:
             layer.mlp.experts.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
-        plan = plan_of(lease)
+        plan = plan_of(lease, 4096)
         found[kind] = backend.logprobs(plan, lease.trajectories)
         if kind == "off":
             continue
@@ -178,7 +162,7 @@ def test_perturbed_routers_keep_the_recorded_experts(path):
 def test_what_predicts_a_token_has_its_experts_and_prompts_have_their_own():
     """The last token of a prompt predicts the first of the response; the last of a response predicts nothing."""
     made = with_experts(random_lease(0, num_groups=1, group_size=2, max_response=6))
-    plan = plan_of(made)
+    plan = plan_of(made, 4096)
     (microbatch,) = plan.microbatches
     tokens = pack(
         microbatch, made.trajectories, predict="trained", device=torch.device("cpu"), extra=("experts",)
@@ -207,9 +191,9 @@ def test_experts_of_another_model_and_models_without_routers_are_refused(path, t
             key: replace(t, extra={"experts": change(t.extra["experts"])}) for key, t in lease.trajectories.items()
         }
         with pytest.raises(ValueError, match=found):
-            backend.train_step(plan_of(lease), other)
+            backend.train_step(plan_of(lease, 4096), other)
     with pytest.raises(ValueError, match="has no experts"):
-        backend.train_step(plan_of(lease), random_lease(0).trajectories)
+        backend.train_step(plan_of(lease, 4096), random_lease(0).trajectories)
     write_random_qwen3(tmp_path, vocab_size=VOCAB_SIZE)
     with pytest.raises(ConfigError, match="no routers"):
         build(str(tmp_path))
@@ -220,44 +204,14 @@ def test_experts_of_another_model_and_models_without_routers_are_refused(path, t
 
 async def sampled(path, count=6, max_tokens=20):
     """Trajectories of the embedded engine, with recorded experts."""
-    settings = TorchEngineConfig(device="cpu", num_slots=4, max_model_len=128, chunk_tokens=3)
-    engine = TorchEngine(ModelConfig(path=path), settings, load_real_weights=True)
-    await within(engine.start())
-    try:
-        requests = [
-            make_request(prompt=range(1, 3 + 4 * i), max_tokens=max_tokens + i, seed=i, experts=i != 1)
-            for i in range(count)
-        ]
+    requests = [
+        make_request(prompt=range(1, 3 + 4 * i), max_tokens=max_tokens + i, seed=i, experts=i != 1)
+        for i in range(count)
+    ]
+    async with embedded_engine(path) as engine:
         done = [await client.done() for client in [Client(engine, request) for request in requests]]
-    finally:
-        await within(engine.stop())
     assert not any(chunk.extra for chunk in done[1].chunks), "it did not ask"
-    found = []
-    for client in (c for i, c in enumerate(done) if i != 1):
-        experts = np.concatenate([chunk.extra["experts"] for chunk in client.chunks if len(chunk.token_ids)])
-        n = len(client.ids)
-        found.append(
-            Trajectory(
-                client.request.prompt_ids,
-                np.array(client.ids, np.int32),
-                np.array(client.logprobs, np.float32),
-                np.ones(n, bool),
-                (Segment(0, n, 0, 0),),
-                0.0,
-                extra={"experts": experts},
-            ).validate()
-        )
-    return found
-
-
-def leased(trajectories):
-    groups = tuple(
-        GroupSummary(i, 0, (Lengths(len(t.prompt_ids), len(t.response_ids), t.num_trained_tokens),), (0.0,), (), 1, 0)
-        for i, t in enumerate(trajectories)
-    )
-    rules = PackingRules(num_plans=1, max_tokens_per_microbatch=4096)
-    (plan,) = plan_step(LeaseManifest(0, groups), [np.zeros(1)] * len(groups), rules)
-    return plan, {(i, 0): t for i, t in enumerate(trajectories)}
+    return [trajectory_of(client, "experts") for i, client in enumerate(done) if i != 1]
 
 
 async def test_the_engine_records_what_its_routers_chose_and_equal_weights_agree(path, norm_topk_prob):
@@ -273,7 +227,7 @@ async def test_the_engine_records_what_its_routers_chose_and_equal_weights_agree
         whole = torch.stack(chosen, 1)[first:-1].sort(-1).values
         same = whole == torch.from_numpy(t.extra["experts"].astype(np.int64)).sort(-1).values
         assert same.double().mean() > 0.99, "apart from near ties"
-    plan, by_key = leased(trajectories)
+    plan, by_key = leased(trajectories, 0.0, 4096)
     found = build(path).logprobs(plan, by_key)
     for key, t in by_key.items():
         np.testing.assert_allclose(found[key].numpy(), t.logprobs, atol=1e-4)
@@ -281,7 +235,7 @@ async def test_the_engine_records_what_its_routers_chose_and_equal_weights_agree
 
 async def test_replay_brings_perturbed_routers_closer_to_what_was_sampled(path):
     """As the weights of the next step: a little different routers choose other experts, and replay keeps them."""
-    plan, by_key = leased(await sampled(path, count=8, max_tokens=40))
+    plan, by_key = leased(await sampled(path, count=8, max_tokens=40), 0.0, 4096)
     gaps = {}
     for kind in ("rollout", "off"):
         backend = build(path, kind)

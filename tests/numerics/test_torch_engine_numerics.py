@@ -19,16 +19,7 @@ from asyncrl.weights.transports import build_sender
 from asyncrl_testing.engine_suite import Client, make_request, within
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 
-pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads that spin on shared cores are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

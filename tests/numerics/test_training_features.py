@@ -10,39 +10,26 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, GaeConfig, KlConfig
-from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
 from asyncrl.errors import ConfigError, WeightTransferError
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.trainer.backends import memory_of
 from asyncrl.trainer.fsdp import sharded_state as state
-from asyncrl.trainer.fsdp.backend import FsdpBackend, Publication
+from asyncrl.trainer.fsdp.backend import Publication
 from asyncrl.trainer.fsdp.model import compile_layers
-from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
 from asyncrl.trainer.fsdp.training_state import FsdpCheckpoint
 from asyncrl.trainer.model_tensors import model_tensors
-from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.step.batch import pack
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest, ModelFacts
 from asyncrl.types.metrics import Metric
 from asyncrl.weights.encodings.base import BaseWeights
 from asyncrl.weights.packing import spec_of
-from asyncrl_testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
+from asyncrl_testing.backend_suite import assert_same_weights, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3
+from tests.numerics.one_rank import CPU, SIZES, build, plan_of
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
-CPU = torch.device("cpu")
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
 KL = KlConfig(coefficient=0.3)
 LORA = LoraConfig(rank=4, alpha=6.0)
 PPO = AlgorithmConfig(advantage="gae", critic=CriticConfig(lr=1e-2), gae=GaeConfig(gamma=0.97, lam=0.9))
@@ -55,23 +42,6 @@ def path(tmp_path_factory):
     return str(root)
 
 
-def build(path, algorithm=None, *, total_steps=1, temperature=1.0, **trainer):
-    spec = TrainerSpec(
-        model=ModelConfig(path=path),
-        trainer=TrainerConfig(**{"lr": 1e-3, **trainer}),
-        algorithm=algorithm or AlgorithmConfig(),
-        temperature=temperature,
-        total_steps=total_steps,
-    )
-    return FsdpBackend(spec, rank=0, world_size=1, device=CPU)
-
-
-def plan_of(lease, *, budget=64, **rules):
-    """The plan of one rank."""
-    rules = PackingRules(num_plans=1, max_tokens_per_microbatch=budget, **rules)
-    return plan_step(lease.manifest, lease.advantages, rules)[0]
-
-
 def assert_close_weights(a, b, atol=1e-5):
     assert list(a) == list(b)
     for name in a:
@@ -79,26 +49,6 @@ def assert_close_weights(a, b, atol=1e-5):
 
 
 # -- entropy, schedule, minibatches ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunk_rows", [3, 100])
-@pytest.mark.parametrize("with_logprobs", [True, False])
-def test_the_gradient_of_entropy_is_that_of_float64(chunk_rows, with_logprobs):
-    g = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(*s, generator=g) for s in ((11, 8), (17, 8), (17,)))
-    targets, up, up_entropy = torch.randint(0, 17, (11,), generator=g), *torch.randn(2, 11, generator=g)
-    found = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    exact = [x.double().requires_grad_() for x in (hidden, weight, bias)]
-    logprobs, entropy = token_logprobs(*found, targets, temperature=0.7, rules=LogitRules(chunk_rows * 17))
-    logp = ((exact[0] @ exact[1].T + exact[2]) / 0.7).log_softmax(-1)
-    total, expected = (entropy * up_entropy).sum(), (-(logp.exp() * logp).sum(-1) * up_entropy.double()).sum()
-    if with_logprobs:
-        total = total + (logprobs * up).sum()
-        expected = expected + (logp.gather(-1, targets[:, None])[:, 0] * up.double()).sum()
-    total.backward()
-    expected.backward()
-    for a, b in zip(found, exact, strict=True):
-        torch.testing.assert_close(a.grad.double(), b.grad, atol=2e-5, rtol=1e-5)
 
 
 def test_an_entropy_bonus_alone_raises_entropy(path):

@@ -14,32 +14,19 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrl.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
-from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
 from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.trainer.fsdp import lora
-from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
 from asyncrl.trainer.host_copies import HostState
-from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import LeaseManifest
 from asyncrl_testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3
+from tests.numerics.one_rank import SIZES, build, plan_of
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
-CPU = torch.device("cpu")
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
 LORA = LoraConfig(rank=4, alpha=6.0)
 GAE = AlgorithmConfig(advantage="gae")
 
@@ -56,22 +43,6 @@ def models(tmp_path_factory):
     experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts)).save_pretrained(root / "moe")
     return root
-
-
-def build(path, algorithm=None, *, total_steps=1, revision=None, **trainer):
-    spec = TrainerSpec(
-        model=ModelConfig(path=str(path), revision=revision),
-        trainer=TrainerConfig(**{"lr": 1e-3, **trainer}),
-        algorithm=algorithm or AlgorithmConfig(),
-        total_steps=total_steps,
-    )
-    return FsdpBackend(spec, rank=0, world_size=1, device=CPU)
-
-
-def plan_of(lease, **rules):
-    """The plan of one rank, of several micro-batches."""
-    rules = PackingRules(num_plans=1, max_tokens_per_microbatch=64, **rules)
-    return plan_step(lease.manifest, lease.advantages, rules)[0]
 
 
 def train(backend, seed=1, **rules):

@@ -18,16 +18,7 @@ from asyncrl_testing.marked_model import NUM_MARKS, mark_of, marked_qwen3
 from asyncrl_testing.random_model import write_random_qwen3
 from asyncrl_testing.stamping_suite import BoundarySuite, StampingSuite
 
-pytestmark = pytest.mark.numerics
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads that spin on shared cores are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("one_thread")]
 
 
 class TorchEngineCase(StampingSuite):

@@ -2,7 +2,6 @@
 
 import pytest
 import pytest_asyncio
-import torch
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.remote_engine import RemoteEngineConfig
@@ -13,16 +12,7 @@ from asyncrl_testing.stamping_suite import BoundarySuite, StampingSuite
 from tests.make import require_vllm
 from tests.vllm_server import VllmServer
 
-pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads that spin on shared cores are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 
 class RemoteCase(BoundarySuite):

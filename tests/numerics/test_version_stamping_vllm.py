@@ -2,7 +2,6 @@
 
 import pytest
 import pytest_asyncio
-import torch
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
@@ -12,18 +11,9 @@ from asyncrl_testing.random_model import write_random_qwen3
 from asyncrl_testing.stamping_suite import StampingSuite
 from tests.make import require_vllm
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("one_thread")]
 
 START_S = 240.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads that spin on shared cores are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class VllmCase(StampingSuite):
