@@ -140,7 +140,6 @@ LIGHT = {
     "asyncrl.inference.sglang.support": HEAVY,
     "asyncrl.inference.remote.support": HEAVY,
     "asyncrl.inference.remote.engine": HEAVY,
-    "asyncrl.inference.torch_engine.support": HEAVY,
     "asyncrl.trainer.fsdp.supports": HEAVY,
     "asyncrl.trainer.megatron.supports": HEAVY,
     "asyncrl.trainer.megatron.names": HEAVY,

@@ -77,13 +77,6 @@ def abilities() -> Abilities:
     )
 
 
-def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
-    """SGLang runs nearly every decoder. Encoder-decoder models are refused: a response does not continue the encoder's
-    input."""
-    del context_tokens
-    return ["an encoder beside the decoder"] * facts.is_encoder_decoder
-
-
 def check_installed(rollout: RolloutConfig, facts: ModelFacts) -> None:
     """Probes the installed SGLang in a separate process: the import takes seconds and changes the process.
 
