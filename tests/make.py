@@ -43,7 +43,7 @@ def require_sglang() -> None:
     """Skips where SGLang is not installed; fails where it cannot be used."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("needs the package sglang: make test-sglang")
-    from asyncrl.inference.sglang import check_sglang
+    from asyncrl.inference.sglang.support import check_sglang
 
     check_sglang()
 
@@ -52,6 +52,6 @@ def require_vllm() -> None:
     """Skips the test where vLLM is not installed; fails where it is and cannot be used."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("needs the package vllm: make install-vllm")
-    from asyncrl.inference.vllm import check_vllm
+    from asyncrl.inference.vllm.support import check_vllm
 
     check_vllm()

@@ -7,7 +7,6 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Any
 
 from asyncrl.config.checks import require
 from asyncrl.config.model import ModelConfig
@@ -16,6 +15,7 @@ from asyncrl.inference.engine import InferenceEngine
 from asyncrl.types import ModelFacts
 from asyncrl.weights.experts import MODEL_TYPES
 
+_TORCH_LAYERS = {"full_attention", "sliding_attention"}
 SCRATCH = "{scratch}"
 """Placeholder in `EngineSpec.local_environment` for the run's directory of sockets and temporary files."""
 
@@ -27,9 +27,8 @@ class EngineSpec:
 
     engine: str
     """`package.module:Class`; called with (ModelConfig, its settings, load_real_weights=)."""
-    unsupported: str
-    """`package.module:function`; called with (ModelFacts, context tokens); returns the model features that the engine
-    cannot run. Its module imports neither torch nor the engine."""
+    unsupported: Callable[[ModelFacts, int], list[str]]
+    """Called with (ModelFacts, context tokens); returns the model features that the engine cannot run."""
     package: str | None = None
     """Package that must be importable."""
     check: str = ""
@@ -65,10 +64,26 @@ class EngineSpec:
     """Settings of `asyncrl-serve`, as `key=value` in the engine's section."""
 
 
+def unsupported_by_torch(facts: ModelFacts, context_tokens: int) -> list[str]:
+    """The slot loop has a plain causal mask, keys and values as its only state, and token ids as its only input."""
+    problems = [f"layers of kind {kind}" for kind in sorted(facts.layer_kinds - _TORCH_LAYERS)]
+    if facts.sliding_window is not None and facts.sliding_window < context_tokens:
+        problems.append(f"a sliding window of {facts.sliding_window} tokens, shorter than the context")
+    problems += [f"attention with {change}" for change in facts.changed_attention]
+    problems += [f"other inputs than text ({key})" for key in facts.other_inputs]
+    return problems + _encoder(facts, context_tokens)
+
+
+def _encoder(facts: ModelFacts, context_tokens: int) -> list[str]:
+    """vLLM and SGLang run nearly every decoder. Encoder-decoder models are refused: a response does not continue the
+    encoder's input."""
+    return ["an encoder beside the decoder"] * facts.is_encoder_decoder
+
+
 ENGINES: dict[str, EngineSpec] = {
     "torch": EngineSpec(
         engine="asyncrl.inference.torch_engine.engine:TorchEngine",
-        unsupported="asyncrl.inference.torch_engine.support:unsupported",
+        unsupported=unsupported_by_torch,
         serving=("chunk_tokens=4",),  # tokens reach a reader sooner than training needs them
         stages=True,
         sleeps_on_cpu=True,
@@ -78,7 +93,7 @@ ENGINES: dict[str, EngineSpec] = {
     ),
     "vllm": EngineSpec(
         engine="asyncrl.inference.vllm.engine:VllmEngine",
-        unsupported="asyncrl.inference.vllm.support:unsupported",
+        unsupported=_encoder,
         package="vllm",
         check="asyncrl.inference.vllm.support:check_engine_args",
         install="for GPUs pip install --no-deps -r requirements/gpu-vllm.lock, or 'asyncrl[vllm]'; without them make "
@@ -102,7 +117,7 @@ ENGINES: dict[str, EngineSpec] = {
     ),
     "sglang": EngineSpec(
         engine="asyncrl.inference.sglang.engine:SglangEngine",
-        unsupported="asyncrl.inference.sglang.support:unsupported",
+        unsupported=_encoder,
         package="sglang",
         check="asyncrl.inference.sglang.support:check_installed",
         install="pip install 'asyncrl[sglang]', in an environment of its own; docs/sglang.md says how on a CPU",
@@ -114,7 +129,7 @@ ENGINES: dict[str, EngineSpec] = {
     ),
     "remote": EngineSpec(
         engine="asyncrl.inference.remote.engine:RemoteEngine",
-        unsupported="asyncrl.inference.vllm.support:unsupported",
+        unsupported=_encoder,
         check="asyncrl.inference.remote.support:check_servers",
         elsewhere=True,
         stop_timeout_s=5.0,  # its servers get 2 s to answer the last call
@@ -203,7 +218,7 @@ def require_runs(rollout: RolloutConfig, facts: ModelFacts, *, section: str = "r
         do=f"lower {key} to {positions}",
     )
     # Features that the engine lacks in every version; the installed version is checked last.
-    problems = _unsupported(engine, facts, length)
+    problems = ENGINES[engine].unsupported(facts, length)
     require(
         not problems,
         asked=f"{section}engine={engine} with {facts.name} and {key}={length}",
@@ -222,14 +237,9 @@ def _is_installed(spec: EngineSpec) -> bool:
 def _what_works(rollout: RolloutConfig, facts: ModelFacts, section: str) -> Iterator[str]:
     engine, length = rollout.engine, rollout.max_model_len
     for name in STANDALONE:
-        if name != engine and not _unsupported(name, facts, length):
+        if name != engine and not ENGINES[name].unsupported(facts, length):
             yield f"set {section}engine={name}"
     window = facts.sliding_window
-    if window and window < length and not _unsupported(engine, facts, window):
+    if window and window < length and not ENGINES[engine].unsupported(facts, window):
         yield f"lower {section}{engine}.max_model_len to {window}"
     yield "use a decoder-only model of text with full attention, such as Qwen2, Qwen3 (also MoE) or Llama"
-
-
-def _unsupported(engine: str, facts: ModelFacts, context_tokens: int) -> list[str]:
-    hook: Callable[[ModelFacts, int], list[str]] | Any = resolve_name(ENGINES[engine].unsupported)
-    return hook(facts, context_tokens)

@@ -24,34 +24,25 @@ class ExternalLimits:
         return cls(total, max(1, math.floor(share * total)), timeout_s)
 
 
-class ExternalPlaces:
-    """The places of one engine. A request of the run takes a place immediately, even if none is left: the engine queues
-    it. An external request starts only while a place is left and fewer than `limits.external` run.
+class PlaceQueue:
+    """A semaphore, first come, first served, whose size changes. Owns the waiting requests."""
 
-    Args:
-        limits: None refuses every external request.
-    """
-
-    def __init__(self, limits: ExternalLimits | None) -> None:
-        self._limits = limits
-        self._taken = {False: 0, True: 0}
+    def __init__(self, size: int = 0) -> None:
+        self._size = size
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self.taken = 0
 
     @property
-    def allowed(self) -> bool:
-        return self._limits is not None
+    def waiting(self) -> int:
+        return sum(not turn.done() for turn in self._waiting)
 
-    @property
-    def external(self) -> int:
-        """External requests at the engine."""
-        return self._taken[True]
+    def resize(self, size: int) -> None:
+        """Requests keep their places, even beyond the new size."""
+        self._size = size
+        self._grant()
 
-    def take(self) -> None:
-        """Takes a place for a request of the run."""
-        self._taken[False] += 1
-
-    async def take_external(self) -> None:
-        """Waits for a place, first come, first served; the caller bounds the wait."""
+    async def acquire(self) -> None:
+        """Waits for a place behind earlier requests; the caller bounds the wait."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         self._grant()
@@ -59,21 +50,47 @@ class ExternalPlaces:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # granted in the same loop iteration as the cancellation
-                self.give_back(external=True)
+                self.release()
             raise
 
-    def give_back(self, *, external: bool) -> None:
-        self._taken[external] -= 1
+    def release(self) -> None:
+        self.taken -= 1
         self._grant()
 
-    @property
-    def _is_free(self) -> bool:
-        limits = self._limits
-        return limits is not None and self._taken[True] < limits.external and sum(self._taken.values()) < limits.total
+    async def __aenter__(self) -> None:
+        await self.acquire()
+
+    async def __aexit__(self, *failure: object) -> None:
+        self.release()
 
     def _grant(self) -> None:
-        while self._waiting and (self._waiting[0].done() or self._is_free):
+        while self._waiting and (self._waiting[0].done() or self.taken < self._size):
             turn = self._waiting.popleft()
             if not turn.done():
-                self._taken[True] += 1
+                self.taken += 1
                 turn.set_result(None)
+
+
+class ExternalPlaces(PlaceQueue):
+    """The places of one engine for external requests: at most `limits.external`, and only those that the run leaves.
+
+    A request of the run takes a place immediately, even if none is left: the engine queues it.
+
+    Args:
+        limits: None refuses every external request.
+    """
+
+    def __init__(self, limits: ExternalLimits | None) -> None:
+        super().__init__(0 if limits is None else min(limits.external, limits.total))
+        self._limits = limits
+        self._of_run = 0
+
+    @property
+    def allowed(self) -> bool:
+        return self._limits is not None
+
+    def count_run(self, change: int) -> None:
+        """A request of the run takes a place (`change` 1) or gives it back (-1)."""
+        self._of_run += change
+        if self._limits is not None:
+            self.resize(min(self._limits.external, self._limits.total - self._of_run))

@@ -30,6 +30,7 @@ from asyncrl.inference.engine import InferenceEngine, StagingEngine
 from asyncrl.inference.external_places import ExternalLimits, ExternalPlaces
 from asyncrl.inference.sleep import EngineSleep
 from asyncrl.remote.line import HasLine
+from asyncrl.remote.waits import deadline
 from asyncrl.types import (
     Digest,
     GenerationRequest,
@@ -271,17 +272,12 @@ class Replica(HasLine):
         self._received = None
         self._close_gate("it answered too late, or the training side restarted; the next publish opens the gate")
         self._outboxes.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.abort(list(self._requests))
-                await self._received_all.wait()
-                await self._engine.pause("abort")
-        except TimeoutError:
-            # A transfer cannot be interrupted: its sender may still write into the engine's memory.
-            found = "a transfer of weights that began before has not ended, or the engine does not answer"
-            raise DeadlineExceeded(
-                explain(f"reset of replica {self._id} within {timeout_s:g} s", found, "replace it")
-            ) from None
+        # A transfer cannot be interrupted: its sender may still write into the engine's memory.
+        found = "a transfer of weights that began before has not ended, or the engine does not answer"
+        async with deadline(timeout_s, f"reset of replica {self._id}", found=found, do="replace it"):
+            await self.abort(list(self._requests))
+            await self._received_all.wait()
+            await self._engine.pause("abort")
 
     # -- publish -------------------------------------------------------------------------------------------------
 
@@ -290,7 +286,7 @@ class Replica(HasLine):
         waits for requests of the run only: external requests are aborted, and their client resumes them. A sleeping
         engine reallocates its weights here and its KV cache at the commit."""
         self._close_gate("a publish of weights is in progress")
-        if mode == "drain" and self._places.external:
+        if mode == "drain" and self._places.taken:
             external = [key for key, entry in self._requests.items() if entry.external and not entry.at_gate]
             await self._engine.abort(external)
         await self._engine.pause(mode)
@@ -436,8 +432,10 @@ class Replica(HasLine):
             logger.exception("request %s failed", request.request_id)
             outbox.add(_final(request, self._engine.health().version, error=f"{type(e).__name__}: {e}"))
         finally:
-            if reached:
-                self._places.give_back(external=entry.external)
+            if reached and entry.external:
+                self._places.release()
+            elif reached:
+                self._places.count_run(-1)
 
     @property
     def _lost_engine(self) -> bool:
@@ -486,7 +484,7 @@ class Replica(HasLine):
     async def _pass_gate(self, *, external: bool) -> None:
         """Returns once the gate is open and the request has a place at the engine."""
         if not external and self._gate.is_set():
-            self._places.take()
+            self._places.count_run(1)
             return
         timeout_s = self._external_timeout_s if external else self._gate_timeout_s
         try:
@@ -495,12 +493,12 @@ class Replica(HasLine):
                     # The gate can close again while this request waits for its place, so both are checked in a loop.
                     await self._gate.wait()
                     if not external:
-                        self._places.take()
+                        self._places.count_run(1)
                         return
-                    await self._places.take_external()
+                    await self._places.acquire()
                     if self._gate.is_set():
                         return
-                    self._places.give_back(external=True)  # the gate has closed since the place was granted
+                    self._places.release()  # the gate has closed since the place was granted
         except TimeoutError:
             why = "requests of the run take its places" if self._gate.is_set() else self._closed_because
             raise DeadlineExceeded(f"replica {self._id} did not serve within {timeout_s} s: {why}") from None

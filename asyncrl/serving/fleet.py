@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,65 +11,11 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.errors import GenerationError
+from asyncrl.inference.external_places import PlaceQueue
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.replica_link import OnChunk
 from asyncrl.rollout.router import Affinity, prefix_blocks
 from asyncrl.types import Generation, ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, SamplingParams
-
-# The limit on requests of an HTTP server at the replicas.
-
-
-class PlaceQueue:
-    """A semaphore, first come first served, whose size follows the number of replicas. Owns the waiting requests.
-
-    Args:
-        per_replica: places per replica.
-    """
-
-    def __init__(self, per_replica: int) -> None:
-        self._per_replica = per_replica
-        self._size = 0
-        self._taken = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    @property
-    def taken(self) -> int:
-        return self._taken
-
-    @property
-    def waiting(self) -> int:
-        return sum(not turn.done() for turn in self._waiting)
-
-    def set_replicas(self, count: int) -> None:
-        """Sizes the queue for `count` replicas. Requests keep their places, even beyond the new size."""
-        self._size = count * self._per_replica
-        self._grant()
-
-    async def __aenter__(self) -> None:
-        """Waits for a place behind earlier requests; the caller bounds the wait."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        self._grant()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the place was granted in the same turn as the cancellation
-                self._leave()
-            raise
-
-    async def __aexit__(self, *failure: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        self._taken -= 1
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._waiting and (self._waiting[0].done() or self._taken < self._size):
-            turn = self._waiting.popleft()
-            if not turn.done():
-                self._taken += 1
-                turn.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,14 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.data.model_files import check_model, hub_facts
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, ProcessDied, cause, explain
-from asyncrl.inference.external_places import ExternalLimits
+from asyncrl.errors import AsyncRLError, ConfigError, ProcessDied, cause, explain
+from asyncrl.inference.external_places import ExternalLimits, PlaceQueue
+from asyncrl.remote.waits import deadline
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Router
 from asyncrl.serving.app import Api, ServedModel
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
-from asyncrl.serving.fleet import Fleet, PlaceQueue
+from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
 from asyncrl.types import ReplicaState, ReplicaStats, ReplicaTable, RunServerStats
@@ -113,7 +114,7 @@ class RunServer:
         self._replicas = RunReplicas()
         settings = spec.rollout.serve
         self._limits = ExternalLimits.of(spec.rollout.settings.decodes_at_once, settings.share)
-        self._places = PlaceQueue(self._limits.external)
+        self._places = PlaceQueue()
         self._metrics = ServingMetrics()
         self._stopped = asyncio.Event()
         self._address = ""
@@ -167,7 +168,7 @@ class RunServer:
         """Sends requests to the serving replicas of this table, whose handles are `ReplicaChannel`s of an external
         client."""
         self._replicas.table = table
-        self._places.set_replicas(len(table.those("serving", "held")))
+        self._places.resize(len(table.those("serving", "held")) * self._limits.external)
         self._client.set_replicas(table)
 
     async def stats(self) -> RunServerStats:
@@ -222,16 +223,12 @@ class RunServer:
         self._server = Server(api.app(), guard, grace_s=GRACE_S)
 
     async def _until_it_listens(self) -> None:
-        try:
-            async with asyncio.timeout(LISTEN_S):
-                while not self._server.started:
-                    if self._serving.done():
-                        found = repr(self._serving.exception())
-                        raise ProcessDied(explain("serve beside the run", found, "see the log of the run"))
-                    await asyncio.sleep(0.005)
-        except TimeoutError:
-            found = f"the HTTP server does not listen after {LISTEN_S:g} s"
-            raise DeadlineExceeded(explain("serve beside the run", found, "see the log of the run")) from None
+        asked, do = "serve beside the run", "see the log of the run"
+        async with deadline(LISTEN_S, asked, found="the HTTP server does not listen", do=do):
+            while not self._server.started:
+                if self._serving.done():
+                    raise ProcessDied(explain(asked, repr(self._serving.exception()), do))
+                await asyncio.sleep(0.005)
 
 
 def _model_text(spec: RunServerSpec) -> ModelText:

@@ -35,7 +35,7 @@ def torch_engine(path):
 
 def vllm_engine(path):
     require_vllm()
-    from asyncrl.inference.vllm import VllmEngine
+    from asyncrl.inference.vllm.engine import VllmEngine
 
     settings = VllmEngineConfig(max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=64 << 20, enforce_eager=True)
     return VllmEngine(ModelConfig(path=path), settings, load_real_weights=False)
@@ -43,7 +43,7 @@ def vllm_engine(path):
 
 def sglang_engine(path):
     require_sglang()
-    from asyncrl.inference.sglang import SglangEngine
+    from asyncrl.inference.sglang.engine import SglangEngine
 
     settings = SglangEngineConfig(max_model_len=512, max_running_requests=8, max_total_tokens=1 << 13)
     return SglangEngine(ModelConfig(path=path), settings, load_real_weights=False)

@@ -18,7 +18,7 @@ START_S = 240.0
 @pytest.fixture(scope="module")
 def make_sglang_engine(tmp_path_factory):
     require_sglang()
-    from asyncrl.inference.sglang import SglangEngine
+    from asyncrl.inference.sglang.engine import SglangEngine
 
     path = write_random_qwen3(tmp_path_factory.mktemp("model"))
     settings = SglangEngineConfig(

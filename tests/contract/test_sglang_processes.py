@@ -52,7 +52,7 @@ def nothing_is_left():
 
 
 def make_engine(path, *, real=True):
-    from asyncrl.inference.sglang import SglangEngine
+    from asyncrl.inference.sglang.engine import SglangEngine
 
     settings = SglangEngineConfig(max_model_len=512, max_running_requests=8, max_total_tokens=1 << 13)
     return SglangEngine(ModelConfig(path=str(path)), settings, load_real_weights=real)
@@ -112,7 +112,7 @@ async def test_an_engine_that_is_stopped_while_it_starts_leaves_nothing(model_pa
 
 async def test_a_cache_smaller_than_the_longest_request_is_refused_at_the_start(model_path):
     settings = SglangEngineConfig(max_model_len=512, max_running_requests=8, max_total_tokens=256)
-    from asyncrl.inference.sglang import SglangEngine
+    from asyncrl.inference.sglang.engine import SglangEngine
 
     engine = SglangEngine(ModelConfig(path=str(model_path)), settings, load_real_weights=True)
     with pytest.raises(ConfigError, match="max_total_tokens"):

@@ -9,7 +9,7 @@ import pytest_asyncio
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import BadRequest, GenerationError
-from asyncrl.inference.vllm import VllmEngine
+from asyncrl.inference.vllm.engine import VllmEngine
 from asyncrl.serving.protocol import forced_call, parse_chat
 from asyncrl_testing.engine_client import Client, make_request, within
 from asyncrl_testing.engine_suite import EngineConformance

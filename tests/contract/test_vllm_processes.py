@@ -22,7 +22,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError
 from asyncrl.inference.cpu_time import DECODE_NICENESS
-from asyncrl.inference.vllm import VllmEngine
+from asyncrl.inference.vllm.engine import VllmEngine
 from asyncrl.types import IpcSource
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest

@@ -11,7 +11,7 @@ from asyncrl.config.load import load_recipe
 from asyncrl.config.model import ModelConfig, ModelPoolConfig
 from asyncrl.config.rollout import RolloutConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError, WeightTransferError
-from asyncrl.inference.vllm import VllmEngine
+from asyncrl.inference.vllm.engine import VllmEngine
 from asyncrl.inference.vllm.launch import engine_arguments
 from asyncrl.inference.vllm.support import check_engine_args
 from asyncrl.types import ModelFacts

@@ -25,7 +25,7 @@ class TestSglangServesWhatIsPublished(ServedWeightsConformance):
     @classmethod
     def make_engine(cls):
         require_sglang()
-        from asyncrl.inference.sglang import SglangEngine
+        from asyncrl.inference.sglang.engine import SglangEngine
 
         async def make(path):
             settings = make_settings(record_experts="num_experts" in (path / "config.json").read_text())
@@ -37,7 +37,7 @@ class TestSglangServesWhatIsPublished(ServedWeightsConformance):
 
     async def test_published_weights_have_the_checksums_of_loaded_ones(self, engine, link, tmp_path):
         """By SGLang's own count, also after a publish that was refused in the middle."""
-        from asyncrl.inference.sglang import SglangEngine
+        from asyncrl.inference.sglang.engine import SglangEngine
 
         wanted, other = random_qwen3(seed=40), random_qwen3(seed=41)
         path = write_random_qwen3(tmp_path / "model", seed=40)

@@ -20,7 +20,7 @@ class SglangCase(StampingSuite):
     @classmethod
     async def engine(cls, tmp_path_factory):
         require_sglang()
-        from asyncrl.inference.sglang import SglangEngine
+        from asyncrl.inference.sglang.engine import SglangEngine
 
         path = write_random_qwen3(tmp_path_factory.mktemp("model"), tie_word_embeddings=cls.tied)
         settings = SglangEngineConfig(

@@ -5,7 +5,7 @@ import pytest_asyncio
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.inference.vllm import VllmEngine
+from asyncrl.inference.vllm.engine import VllmEngine
 from asyncrl_testing.engine_client import within
 from asyncrl_testing.random_model import write_random_qwen3
 from asyncrl_testing.stamping_suite import StampingSuite

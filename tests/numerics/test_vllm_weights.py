@@ -5,7 +5,7 @@ import torch
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.inference.vllm import VllmEngine
+from asyncrl.inference.vllm.engine import VllmEngine
 from asyncrl_testing.engine_client import within
 from asyncrl_testing.served_weights_suite import ServedWeightsConformance
 from tests.make import require_vllm

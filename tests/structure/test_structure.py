@@ -140,7 +140,6 @@ LIGHT = {
     "asyncrl.inference.sglang.support": HEAVY,
     "asyncrl.inference.remote.support": HEAVY,
     "asyncrl.inference.remote.engine": HEAVY,
-    "asyncrl.inference.torch_engine.support": HEAVY,
     "asyncrl.trainer.fsdp.supports": HEAVY,
     "asyncrl.trainer.megatron.supports": HEAVY,
     "asyncrl.trainer.megatron.names": HEAVY,
@@ -343,7 +342,7 @@ def test_the_environment_is_read_in_the_launch_code_only():
     allowed |= {"trainer/trainer_worker.py"}  # whether Ray warns of a wait in a thread
     # what NCCL, gloo and vLLM take from nowhere else
     allowed |= {"weights/transports/process_group.py", "inference/vllm/launch.py", "inference/vllm/scheduler_counts.py"}
-    allowed |= {"inference/sglang/host_process.py", "inference/sglang/probe.py"}  # that of SGLang's own processes
+    allowed |= {"inference/sglang/host_process.py", "inference/sglang/support.py"}  # that of SGLang's own processes
     allowed |= {"inference/remote/server_client.py"}  # the key of servers, in the process that sends it
     # that of processes which are started here: an agent's program, an MCP server
     allowed |= {"environments/agent_program.py", "environments/tools/mcp_server.py"}

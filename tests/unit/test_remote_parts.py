@@ -14,7 +14,8 @@ from asyncrl.inference.remote.dialect import ForeignWeights, Labels
 from asyncrl.inference.remote.orders import read_order, write_order
 from asyncrl.inference.remote.publish_calls import require_reachable
 from asyncrl.inference.remote.server_client import read_key
-from asyncrl.inference.remote.vllm_requests import body_of, output_of
+from asyncrl.inference.remote.vllm_dialect import VllmDialect, VllmReader
+from asyncrl.inference.remote.vllm_facts import ServerFacts
 from asyncrl.types import CollectiveSource, DiskSource, IpcSource, PartsSource, TensorSpec
 from asyncrl.weights.plan import make_manifest
 from asyncrl_testing.engine_client import make_request
@@ -63,18 +64,22 @@ def test_what_is_no_order_is_refused(damage):
 
 def test_what_a_server_is_asked():
     request = make_request(prompt=(1, 2), max_tokens=7, min_tokens=2, stop=(5, 999, 5), temperature=0.5, top_k=3)
-    body = body_of(request, rid="r", cache_salt="4", vocab_size=128)
+    sizes = {"max_model_len": 64, "world_size": 1, "vocab_size": 128}
+    facts = ServerFacts(**sizes, logprobs_mode="", device="cpu", chunked_prefill=False, dummy=False)
+    dialect = VllmDialect(facts)
+    body = dialect.body_of(request, rid="r", cache_salt="4")
     assert (body["request_id"], body["token_ids"], body["cache_salt"], body["stream"]) == ("r", [1, 2], "4", True)
     sampling = body["sampling_params"]
     assert (sampling["max_tokens"], sampling["min_tokens"], sampling["stop_token_ids"]) == (7, 2, [5])
     assert (sampling["temperature"], sampling["top_k"], sampling["logprobs"]) == (0.5, 3, 0)
     assert sampling["ignore_eos"], "only the stop tokens of the request end it"
-    later = body_of(replace(request, first_position=1), rid="r", cache_salt="4", vocab_size=128)
+    later = dialect.body_of(replace(request, first_position=1), rid="r", cache_salt="4")
     assert later["sampling_params"]["seed"] != sampling["seed"], "a resumed request draws from a new stream"
     json.dumps(body)
 
 
 LABELS = Labels("n")
+READER = VllmReader(LABELS)
 CHUNK = {
     "choices": [
         {
@@ -92,24 +97,24 @@ CHUNK = {
 
 
 def test_what_a_line_of_an_answer_says():
-    output = output_of(f"data: {json.dumps(CHUNK)}", LABELS)
+    output = READER.take(f"data: {json.dumps(CHUNK)}")
     assert output is not None
     assert (output.ids.tolist(), output.logprobs.tolist(), output.reason) == ([7, 8], [-0.5, -0.25], "abort")
     assert output.spans == (("3", 0), ("4", 1))
     for nothing in ("", ": ping", "data: [DONE]", 'data: {"choices": []}'):
-        assert output_of(nothing, LABELS) is None
+        assert READER.take(nothing) is None
     bare = {"choices": [{"index": 0, "finish_reason": "abort", "token_ids": None, "logprobs": None}]}
-    last = output_of(f"data: {json.dumps(bare)}", LABELS)
+    last = READER.take(f"data: {json.dumps(bare)}")
     assert last is not None
     assert (len(last.ids), last.reason, last.spans) == (0, "abort", None)
 
 
 def test_an_error_in_an_answer_and_tokens_without_log_probabilities_are_errors():
     with pytest.raises(GenerationError, match="out of memory"):
-        output_of('data: {"error": {"message": "out of memory"}}', LABELS)
+        READER.take('data: {"error": {"message": "out of memory"}}')
     short = {"choices": [CHUNK["choices"][0] | {"logprobs": None}]}
     with pytest.raises(ValueError, match="2 token ids with 0"):
-        output_of(f"data: {json.dumps(short)}", LABELS)
+        READER.take(f"data: {json.dumps(short)}")
 
 
 @pytest.mark.parametrize("label", ["default", Labels("m").of(3), ""])

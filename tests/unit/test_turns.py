@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from asyncrl.errors import GenerationError
+from asyncrl.inference.external_places import PlaceQueue
 from asyncrl.rollout.router import Affinity, Router
 from asyncrl.serving.app import TurnTable, request_id_of
-from asyncrl.serving.fleet import PlaceQueue
 
 pytestmark = pytest.mark.unit
 
@@ -67,7 +67,7 @@ def test_one_replica_alone_may_be_asked_for():
 
 
 async def test_places_are_given_in_order_and_follow_the_replicas():
-    places, order = PlaceQueue(1), []
+    places, order = PlaceQueue(), []
     leave = asyncio.Event()
 
     async def one(name):
@@ -78,13 +78,13 @@ async def test_places_are_given_in_order_and_follow_the_replicas():
     tasks = [asyncio.create_task(one(i)) for i in range(4)]
     await asyncio.sleep(0)
     assert (order, places.taken, places.waiting) == ([], 0, 4), "no replica, no place"
-    places.set_replicas(2)
+    places.resize(2)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert (order, places.taken, places.waiting) == ([0, 1], 2, 2)
     tasks[2].cancel()
     await asyncio.gather(tasks[2], return_exceptions=True)
-    places.set_replicas(1)
+    places.resize(1)
     leave.set()
     await asyncio.gather(tasks[0], tasks[1], tasks[3])
     assert (order, places.taken, places.waiting) == ([0, 1, 3], 0, 0)
@@ -92,7 +92,6 @@ async def test_places_are_given_in_order_and_follow_the_replicas():
 
 async def test_a_place_that_was_given_to_a_cancelled_request_comes_back():
     places = PlaceQueue(1)
-    places.set_replicas(1)
 
     async def enter():
         async with places:

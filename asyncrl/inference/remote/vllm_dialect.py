@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
+import numpy as np
+
 from asyncrl.config.remote_engine import RemoteEngineConfig
+from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.remote.dialect import AnswerReader, Labels, ModelTokens, ServerDialect
 from asyncrl.inference.remote.publish_calls import ExtensionPublishCalls, ReloadPublishCalls
 from asyncrl.inference.remote.server_client import Call, ServerClient
 from asyncrl.inference.remote.vllm_facts import ServerFacts, require_usable
-from asyncrl.inference.remote.vllm_requests import ABORT, GENERATE, abort_id, body_of, output_of
 from asyncrl.inference.shared.publish_calls import PublishCalls
+from asyncrl.inference.shared.request_checks import samplable_stops
 from asyncrl.inference.shared.stamped_stream import Output
+from asyncrl.inference.vllm.sampling_params import stream_seed
 from asyncrl.types import GenerationRequest, ModelFacts
+
+_DATA, _DONE = "data: ", "[DONE]"
 
 
 class VllmDialect(ServerDialect):
     """A vLLM server. Its requests end with their connections."""
 
-    generate = GENERATE
+    generate = "/inference/v1/generate"
     alive = "/health"
     state = "/weight_info"
     aborts_by_name_only = False
@@ -63,13 +70,31 @@ class VllmDialect(ServerDialect):
         return str(state.get("weight_version") if isinstance(state, dict) else state)  # a page of a gateway, say
 
     def aborts(self, rids: Sequence[str]) -> Sequence[Call]:
-        return (Call(ABORT, {"request_ids": [abort_id(rid) for rid in rids]}),)
+        return (Call("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{rid}" for rid in rids]}),)
 
     def body_of(self, request: GenerationRequest, *, rid: str, cache_salt: str) -> dict[str, Any]:
-        return body_of(request, rid=rid, cache_salt=cache_salt, vocab_size=self.vocab_size)
+        sampling = request.sampling
+        return {
+            "request_id": rid,
+            "token_ids": request.prompt_ids.tolist(),
+            "stream": True,
+            "cache_salt": cache_salt,
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "max_tokens": sampling.max_tokens,
+                "min_tokens": sampling.min_tokens,
+                "stop_token_ids": samplable_stops(request, self.vocab_size),
+                "seed": stream_seed(request.seed, request.first_position),
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+            },
+        }
 
     def reader(self, request: GenerationRequest, labels: Labels) -> AnswerReader:
-        return _Reader(labels)
+        return VllmReader(labels)
 
     def publish_calls(self, client: ServerClient, remote: RemoteEngineConfig) -> PublishCalls:
         if remote.weights == "extension":
@@ -77,8 +102,8 @@ class VllmDialect(ServerDialect):
         return ReloadPublishCalls(client, _reload)
 
 
-class _Reader:
-    """Lines are deltas."""
+class VllmReader:
+    """An `AnswerReader`; lines are deltas."""
 
     over = False
 
@@ -86,7 +111,27 @@ class _Reader:
         self._labels = labels
 
     def take(self, line: str) -> Output | None:
-        return output_of(line, self._labels)
+        if not line.startswith(_DATA) or line == _DATA + _DONE:
+            return None
+        held = json.loads(line.removeprefix(_DATA))
+        if "error" in held:
+            told = str(held["error"])[:500]
+            raise GenerationError(explain("generate", f"the server answers {told}", "look at the log of the server"))
+        if not held["choices"]:
+            return None
+        # Log-probabilities and ids are separate lists: a length mismatch would shift them silently.
+        choice = held["choices"][0]
+        ids, entries = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("content") or []
+        if len(ids) != len(entries):
+            raise ValueError(f"{len(ids)} token ids with {len(entries)} log-probabilities")
+        spans, label = choice.get("weight_versions"), self._labels.version
+        return Output(
+            "",
+            np.array(ids, np.int32),
+            np.array([entry["logprob"] for entry in entries], np.float32),
+            choice.get("finish_reason"),
+            None if spans is None else tuple((label(str(span["version"])), span["start"]) for span in spans),
+        )
 
 
 def _reload(directory: str) -> Call:

@@ -3,7 +3,7 @@ of `rollout.engine=remote`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from asyncrl.inference.remote.orders import read_order
 from asyncrl.inference.remote.vllm_facts import ServerFacts
 from asyncrl.inference.shared.weight_update import WorkerUpdate
-from asyncrl.inference.vllm.layerwise_reload import Reload
-from asyncrl.weights.encodings.decoder import Decoder
+from asyncrl.inference.vllm.layerwise_reload import reload_of
 
 
 class ServeExtension:
@@ -49,17 +48,13 @@ class ServeExtension:
         """
         manifest, source, timeout_s = read_order(order)
         with set_current_vllm_config(self.vllm_config):
-            update = self._asyncrl_update()
             parallel = self.vllm_config.parallel_config
             # Every worker of every engine is a receiver of its own.
             worker = parallel.data_parallel_index * parallel.world_size + get_tensor_model_parallel_rank()
-            update.join(replace(source, receiver=source.receiver + worker))
-            update.start()
-            update.receive(manifest, timeout_s)
-            update.finish()
+            outcome = self._asyncrl_update().apply(source, worker, manifest, timeout_s)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()  # the next step uses the new weights
-        return update.outcome()
+        return outcome
 
     def asyncrl_confirm(self, digest: list[int] | None) -> None:
         """Raises RuntimeError unless the last publish ended here with `digest`, computed by the server's first engine.
@@ -72,9 +67,6 @@ class ServeExtension:
         """Created once per worker, because it stays joined to its sender."""
         held = self.__dict__.get("_asyncrl_held")
         if held is None:
-            served = self.vllm_config.model_config
-            reload = Reload(self.model_runner.get_model(), served)
-            together = reload.expected.loaded_together
-            decoder = Decoder(served.model, served.revision, served.dtype, loaded_together=together)
-            held = self.__dict__["_asyncrl_held"] = WorkerUpdate(reload, decoder, self.device)
+            made = reload_of(self.model_runner.get_model(), self.vllm_config.model_config)
+            held = self.__dict__["_asyncrl_held"] = WorkerUpdate(*made, self.device)
         return held

@@ -5,8 +5,3 @@
 
 Runs in: the replica, and the processes below it.
 """
-
-from asyncrl.inference.sglang.engine import SglangEngine
-from asyncrl.inference.sglang.support import check_sglang
-
-__all__ = ["SglangEngine", "check_sglang"]

@@ -27,8 +27,8 @@ from typing import Any
 import psutil
 
 from asyncrl.inference.sglang.host import Host
-from asyncrl.inference.sglang.wire import SIZE_BYTES, framed
 from asyncrl.inference.shared.orphan_guard import when_closed, when_ended
+from asyncrl.workers.messages import LENGTH, packed
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ async def _serve(engine: Any, connection: socket.socket, directory: str) -> None
     reader, writer = await asyncio.open_connection(sock=connection)
 
     def send(message: Any) -> None:
-        writer.write(framed(message))
+        writer.write(packed(message))
 
     host = Host(engine, send)
     calls: set[asyncio.Task[None]] = set()
@@ -117,7 +117,7 @@ async def _serve(engine: Any, connection: socket.socket, directory: str) -> None
     send(("answer", 0, facts, ""))
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
-            size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "little")
+            (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             number, method, arguments = pickle.loads(await reader.readexactly(size))  # from the replica
             task = asyncio.create_task(call(number, method, arguments))
             calls.add(task)
@@ -128,7 +128,7 @@ async def _serve(engine: Any, connection: socket.socket, directory: str) -> None
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    size = int.from_bytes(_exactly(connection, SIZE_BYTES), "little")
+    (size,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     start: dict[str, Any] = pickle.loads(_exactly(connection, size))  # from the replica
     directory = start["directory"]
     # Armed before the slow start of SGLang: the replica may die during it.
@@ -145,7 +145,7 @@ def main() -> None:
             _check_context(engine, start["arguments"]["context_length"])
         except Exception as error:  # process boundary: the replica gets it
             logger.exception("SGLang does not start")
-            connection.sendall(framed(("answer", 0, None, (type(error).__name__, str(error)))))
+            connection.sendall(packed(("answer", 0, None, (type(error).__name__, str(error)))))
             return
         asyncio.run(_serve(engine, connection, directory))
     except BaseException:

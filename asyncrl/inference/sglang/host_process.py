@@ -24,8 +24,8 @@ from asyncrl.config.places import check_place
 from asyncrl.config.rollout import SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError, explain
 from asyncrl.inference.sglang.weight_channel import LOADER
-from asyncrl.inference.sglang.wire import SIZE_BYTES, framed
 from asyncrl.inference.shared.stamped_stream import Output
+from asyncrl.workers.messages import LENGTH, packed
 
 logger = logging.getLogger(__name__)
 
@@ -191,12 +191,12 @@ class HostProcess:
 
     def _write(self, message: Any) -> None:
         assert self._writer is not None, "the process was started"
-        self._writer.write(framed(message))
+        self._writer.write(packed(message))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                size = int.from_bytes(await reader.readexactly(SIZE_BYTES), "little")
+                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 message = pickle.loads(await reader.readexactly(size))  # from the process that was started here
                 if message[0] == "outputs":
                     self._on_outputs(message[1])

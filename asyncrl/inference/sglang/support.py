@@ -1,9 +1,16 @@
-"""Checks the installed SGLang and its optional features."""
+"""Checks the installed SGLang and its optional features.
+
+`python -m asyncrl.inference.sglang.support [--keep] [--experts] [--model ARCHITECTURE] [SERVER_ARGUMENT...]` exits with
+0 if SGLang is usable, also for everything asked (--keep: rollout.interrupt=keep, --experts: record_experts), else with
+2, after it has written the reason to stdout.
+"""
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -41,12 +48,6 @@ NEEDED = {
 
 
 _PROBE_S = 300.0
-KEEP = "--keep"
-"""Probe option for `rollout.interrupt=keep`."""
-EXPERTS = "--experts"
-"""Probe option for `record_experts`."""
-MODEL = "--model"
-"""Probe option for an architecture."""
 _MODELS = "sglang.srt.models"
 
 
@@ -77,13 +78,6 @@ def abilities() -> Abilities:
     )
 
 
-def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
-    """SGLang runs nearly every decoder. Encoder-decoder models are refused: a response does not continue the encoder's
-    input."""
-    del context_tokens
-    return ["an encoder beside the decoder"] * facts.is_encoder_decoder
-
-
 def check_installed(rollout: RolloutConfig, facts: ModelFacts) -> None:
     """Probes the installed SGLang in a separate process: the import takes seconds and changes the process.
 
@@ -91,10 +85,10 @@ def check_installed(rollout: RolloutConfig, facts: ModelFacts) -> None:
     `check_architecture`, or no answer in time.
     """
     asked = "rollout.engine=sglang"
-    command = [sys.executable, "-m", "asyncrl.inference.sglang.probe", *rollout.sglang.server_args]
-    command += [KEEP] * (rollout.interrupt == "keep") + [EXPERTS] * rollout.sglang.record_experts
+    command = [sys.executable, "-m", "asyncrl.inference.sglang.support", *rollout.sglang.server_args]
+    command += ["--keep"] * (rollout.interrupt == "keep") + ["--experts"] * rollout.sglang.record_experts
     if facts.architecture is not None and not facts.has_custom_code:
-        command += [MODEL, facts.architecture]
+        command += ["--model", facts.architecture]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -183,3 +177,34 @@ def check_sglang() -> None:
     """Imports SGLang and checks `NEEDED`. Raises the ConfigError of `check_package`."""
     install = f"install sglang{TESTED} in an environment of its own, or set rollout.engine=torch"
     check_package("sglang", NEEDED, tested=TESTED, install=install, distributions=("sglang",))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--model")
+    parser.add_argument("server_args", nargs="*")
+    asked = parser.parse_args()
+    import torch
+
+    # Must be set before the checks below import SGLang.
+    if not torch.cuda.is_available():
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    try:
+        check_sglang()
+        check_server_args(asked.server_args)
+        if asked.keep:
+            check_keep()
+        if asked.experts:
+            check_experts()
+        if asked.model is not None:
+            check_architecture(asked.model, os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"))
+    except ConfigError as error:
+        sys.stdout.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from asyncrl.errors import AsyncRLError, WeightTransferError, explain
+from asyncrl.errors import WeightTransferError, explain
 from asyncrl.inference.sglang.weight_channel import PublishOrder, read_order, write_outcome
-from asyncrl.inference.shared.weight_update import WorkerUpdate
+from asyncrl.inference.shared.weight_update import WorkerUpdate, load_named
 from asyncrl.types import TensorSpec
 from asyncrl.weights.encodings.decoder import Decoder
 from asyncrl.weights.experts import MODEL_TYPES, is_fused, unfused
@@ -35,11 +34,8 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, Any]]) -> None:
             update = _UPDATES[model] = _make_update(model, order)
         if order.after_failure:
             update.forget()
-        update.join(replace(order.source, receiver=order.source.receiver + rank))
-        update.start()
-        update.receive(order.manifest, max(0.0, order.deadline_s - time.monotonic()))
-        update.finish()
-        outcome = update.outcome()
+        left_s = max(0.0, order.deadline_s - time.monotonic())
+        outcome = update.apply(order.source, rank, order.manifest, left_s)
     except Exception as error:  # process boundary: the replica reads it
         logger.exception("the publish failed")
         outcome = [type(error).__name__, str(error), None]
@@ -73,25 +69,10 @@ class SglangLoader:
         """Nothing to do: the host calls SGLang's begin_weight_update."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
-        published: set[str] = set()
-        last = ["no tensor"]
-
-        def watched() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in tensors:
-                published.add(name)
-                last[0] = f"tensor {name!r} {tuple(tensor.shape)}"
-                yield name, tensor
-
         # A partial publish leaves most parameters unwritten, so marks would prove nothing.
         probes = _Probes(self._model) if names is None else None
-        try:
-            with torch.no_grad():
-                self._model.load_weights(watched())  # type: ignore[operator]
-        except AsyncRLError:
-            raise
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-            raise WeightTransferError(explain(f"{last[0]} into SGLang", found, _DO)) from error
+        with torch.no_grad():
+            published, _ = load_named(self._model, tensors, "SGLang")
         missing = [name for name in names or self._shapes if name not in published]
         if missing:
             found = f"{len(missing)} did not come, the first is {missing[0]!r}"

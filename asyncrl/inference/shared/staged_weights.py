@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from asyncrl.inference.shared.tensor_feed import CheckedSink
 from asyncrl.types import TensorSpec
-from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.packing import byte_view
 from asyncrl.weights.pinned_memory import pinned_empty
-
-_CPU = torch.device("cpu")
 
 
 class Staging:
@@ -24,10 +22,10 @@ class Staging:
         self._memory: dict[str, torch.Tensor] = {}
         self._whole: dict[str, torch.Tensor] = {}
 
-    def sink(self, check: Callable[[TensorSpec], None]) -> StagingSink:
+    def sink(self, check: Callable[[TensorSpec], None]) -> CheckedSink:
         """Sink of the next publish; drops the previous one. `check` as in `CheckedSink`."""
         self._whole.clear()
-        return StagingSink(check, AssemblingSink(self._whole.__setitem__, self._take))
+        return CheckedSink(check, self._whole.__setitem__, self._take)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of each complete tensor, in the order of the publish; valid until the next `sink`."""
@@ -47,24 +45,3 @@ class Staging:
                 memory = torch.empty(spec.nbytes, dtype=torch.uint8)
             self._memory[spec.name] = memory
         return memory
-
-
-class StagingSink:
-    """A `DirectSink` into host memory that refuses an unfit tensor before its bytes arrive."""
-
-    def __init__(self, check: Callable[[TensorSpec], None], inner: AssemblingSink) -> None:
-        self._check = check
-        self._inner = inner
-
-    def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
-        self._check(spec)
-        place = self._inner.destination(spec, offset, data.numel(), _CPU)
-        place.copy_(data)
-        self._inner.wrote(spec, offset, data.numel())
-
-    def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
-        self._check(spec)
-        return self._inner.destination(spec, offset, nbytes, device) if device.type == "cpu" else None
-
-    def wrote(self, spec: TensorSpec, offset: int, nbytes: int) -> None:
-        self._inner.wrote(spec, offset, nbytes)

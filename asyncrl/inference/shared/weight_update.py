@@ -7,14 +7,16 @@ error is kept until the adapter fetches it (`outcome`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from asyncrl.errors import DeadlineExceeded, explain
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, WeightTransferError, explain
 from asyncrl.inference.shared.staged_weights import Staging
 from asyncrl.inference.shared.tensor_feed import CheckedSink, Feed, StreamFeed, completed
 from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
@@ -61,6 +63,32 @@ class WeightLoader(Protocol):
     def abandon(self) -> None:
         """Cleans up after a failure in any phase, so that the next `start` succeeds."""
         ...
+
+
+def load_named(
+    model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], package: str
+) -> tuple[set[str], Any]:
+    """Feeds all of `tensors` to the model's `load_weights`. Returns their names, and what `load_weights` returned.
+
+    Raises WeightTransferError naming the refused tensor, and the errors of `tensors`.
+    """
+    published: set[str] = set()
+    last = "no tensor"
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal last
+        for name, tensor in tensors:
+            published.add(name)
+            last = f"tensor {name!r} {tuple(tensor.shape)}"
+            yield name, tensor
+
+    try:
+        return published, model.load_weights(watched())  # type: ignore[operator]
+    except AsyncRLError:
+        raise
+    except Exception as error:
+        found, do = f"{type(error).__name__}: {error}", "train and serve the same model.path"
+        raise WeightTransferError(explain(f"{last} into {package}", found, do)) from error
 
 
 class WorkerUpdate:
@@ -136,6 +164,15 @@ class WorkerUpdate:
     def forget(self) -> None:
         """The weights no longer match the last publish: the next one must send all tensors."""
         self._decoder.forget()
+
+    def apply(self, source: TransferSource, worker: int, manifest: Manifest, timeout_s: float) -> list[Any]:
+        """A whole publish; returns its `outcome`. `worker`: number of this worker behind `source.receiver`."""
+        deadline_s = time.monotonic() + timeout_s
+        self.join(replace(source, receiver=source.receiver + worker))
+        self.start()
+        self.receive(manifest, max(0.0, deadline_s - time.monotonic()))
+        self.finish()
+        return self.outcome()
 
     def outcome(self) -> list[Any]:
         """Result of the last update, for `publish_calls.agree`."""

@@ -13,10 +13,10 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.places import check_place
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, explain
+from asyncrl.inference.engines import unsupported_by_torch
 from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, SlotCache, slot_attention
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
 from asyncrl.inference.torch_engine.slots import Moves
-from asyncrl.inference.torch_engine.support import unsupported
 from asyncrl.types import ModelFacts
 from asyncrl.weights.experts import routers_of
 
@@ -54,7 +54,7 @@ def check_architecture(config: Any, max_model_len: int) -> None:
     """Raises GenerationError if the slot loop cannot run the model's attention or positions."""
     facts = ModelFacts.of_config(config.name_or_path, config.to_dict())
     asked = f"model {config.model_type} in the torch engine with max_model_len={max_model_len}"
-    if problems := unsupported(facts, max_model_len):
+    if problems := unsupported_by_torch(facts, max_model_len):
         do = "use rollout.engine=vllm, or a max_model_len within the window"
         raise GenerationError(explain(asked, ", ".join(problems), do))
     positions = facts.max_position_embeddings

@@ -7,8 +7,3 @@
 
 vLLM imports `weight_transfer.py` into its workers. Nothing here imports vLLM before an engine starts.
 """
-
-from asyncrl.inference.vllm.engine import VllmEngine
-from asyncrl.inference.vllm.support import check_vllm
-
-__all__ = ["VllmEngine", "check_vllm"]

@@ -7,7 +7,7 @@ complete.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from asyncrl.errors import AsyncRLError, WeightTransferError, explain
+from asyncrl.errors import WeightTransferError, explain
+from asyncrl.inference.shared.weight_update import load_named
 from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
 from asyncrl.types import TensorSpec
+from asyncrl.weights.encodings.decoder import Decoder
 
 
 class Reload:
@@ -55,25 +57,7 @@ class Reload:
 
         Raises WeightTransferError naming a missing or refused tensor, and the errors of `tensors`.
         """
-        published: set[str] = set()
-
-        def watched() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in tensors:
-                published.add(name)
-                last[0] = f"tensor {name!r} {tuple(tensor.shape)}"
-                yield name, tensor
-
-        last = ["no tensor"]
-        try:
-            loaded = self._model.load_weights(watched())  # type: ignore[operator]
-        except AsyncRLError:
-            raise
-        except Exception as error:
-            raise WeightTransferError(
-                explain(
-                    f"{last[0]} into vLLM", f"{type(error).__name__}: {error}", "train and serve the same model.path"
-                )
-            ) from error
+        published, loaded = load_named(self._model, tensors, "vLLM")
         self.expected.require_all(published, loaded if names is None else None, names)
         self._require_whole()
 
@@ -133,6 +117,13 @@ class Reload:
             if (kernel := getattr(method, "moe_kernel", None)) is not None:
                 self._kernels.append((method, kernel))
                 method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def reload_of(model: torch.nn.Module, config: Any) -> tuple[Reload, Decoder]:
+    """The loader of publishes into a served model, and their decoder. `config`: vLLM's of the model."""
+    reload = Reload(model, config)
+    together = reload.expected.loaded_together
+    return reload, Decoder(config.model, config.revision, config.dtype, loaded_together=together)
 
 
 def repack_tied(reloaded: torch.nn.Module) -> None:

@@ -43,13 +43,6 @@ _OF_EXPERTS = ("int8_per_channel_weight_only", "nvfp4_per_token")
 """Quantisations that leave all other layers as they are."""
 
 
-def unsupported(facts: ModelFacts, context_tokens: int) -> list[str]:
-    """The reasons why vLLM cannot run a model. It runs nearly every decoder. Encoder-decoder models are refused: a
-    response does not continue the encoder's input."""
-    del context_tokens
-    return ["an encoder beside the decoder"] * facts.is_encoder_decoder
-
-
 def check_engine_args(rollout: RolloutConfig, facts: ModelFacts) -> None:
     """Looks up the names of `rollout.vllm.engine_args` in vLLM's source: importing vLLM would take seconds.
 

@@ -16,10 +16,10 @@ from asyncrl.inference.shared.orphan_guard import die_with
 from asyncrl.inference.shared.weight_update import WorkerUpdate
 from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import BACKEND, owner_pid
-from asyncrl.inference.vllm.layerwise_reload import Reload
+from asyncrl.inference.vllm.layerwise_reload import reload_of
 from asyncrl.inference.vllm.scheduler_counts import hide_warning
 from asyncrl.types import Digest, Manifest, TransferSource
-from asyncrl.weights.encodings.decoder import Decoder, Plan
+from asyncrl.weights.encodings.decoder import Plan
 from asyncrl.weights.transport import WeightReceiver, WeightSink
 
 
@@ -50,13 +50,9 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         die_with(owner_pid())
         hide_warning()
         complete_loaded_functions()  # before vLLM warms the model up
-        served = self.model_config
-        if device.type == "cpu" and served.enforce_eager:
+        if device.type == "cpu" and self.model_config.enforce_eager:
             torch.compiler.set_stance("force_eager")  # the sampler compiles anyway: 20 s at the first request
-        reload = Reload(model, served)
-        together = reload.expected.loaded_together
-        decoder = Decoder(served.model, served.revision, served.dtype, loaded_together=together)
-        self.update = _VllmUpdate(self, reload, decoder)
+        self.update = _VllmUpdate(*reload_of(model, self.model_config), device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         source: TransferSource = pickle.loads(init_info.source)  # from the process that started this one
@@ -78,11 +74,6 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 class _VllmUpdate(WorkerUpdate):
     """The `WorkerUpdate` of vLLM's workers."""
-
-    def __init__(self, engine: AsyncrlWeightTransfer, reload: Reload, decoder: Decoder) -> None:
-        super().__init__(reload, decoder, engine.device)
-        self._engine = engine
-        self._reload = reload
 
     def _decode(
         self, receiver: WeightReceiver, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
