@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.checkpoint.store import CheckpointStore, RunState
-from asyncrl.driver.checkpoint_writer import CheckpointWriter
 from asyncrl.config.run import CheckpointConfig
+from asyncrl.driver.checkpoint_writer import CheckpointWriter
 from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, StorageError
 from asyncrl_testing.local import LocalActor
 

@@ -14,10 +14,10 @@ pytestmark = pytest.mark.structure
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "asyncrl"
-LINES = 44_440
-LINES_OF_TESTS = 41_470
-FILES = 468
-PROTOCOLS = 38
+LINES = 44_200
+LINES_OF_TESTS = 40_790
+FILES = 463
+PROTOCOLS = 37
 REFUSALS = 131
 """Limits of what is there. They only fall; what an addition may cost, docs/adr/0020-a-budget-of-lines.md says."""
 LAYOUT = {
