@@ -16,7 +16,7 @@ from asyncrl.weights.packing import Packer, Unpacker
 from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.control_channel import Deadline, layout_of
-from asyncrl.weights.transports.interruptible_sender import GuardedSender
+from asyncrl.weights.transports.interruptible_sender import InterruptibleSender
 
 _POLL_S = 0.02
 
@@ -40,8 +40,8 @@ class FakeNetwork:
         self._hubs: dict[str, _Hub] = {}
         self._epochs = itertools.count(1)
 
-    def sender(self, bucket_bytes: int, num_receivers: int) -> GuardedSender:
-        return GuardedSender(FakeSender(self, bucket_bytes, num_receivers))
+    def sender(self, bucket_bytes: int, num_receivers: int) -> InterruptibleSender:
+        return InterruptibleSender(FakeSender(self, bucket_bytes, num_receivers))
 
     def receiver(self, source: TransferSource) -> FakeReceiver:
         return FakeReceiver(self, source)

@@ -10,13 +10,13 @@ import torch
 from asyncrl.types import Digest, Manifest, PartsSource
 from asyncrl.weights.plan import part_manifests
 from asyncrl.weights.transports.control_channel import Deadline
-from asyncrl.weights.transports.interruptible_sender import GuardedSender
+from asyncrl.weights.transports.interruptible_sender import InterruptibleSender
 
 
 class SplitSender:
     """Implements `WeightSender`."""
 
-    def __init__(self, senders: Sequence[GuardedSender], first_tensors: Sequence[int], bucket_bytes: int) -> None:
+    def __init__(self, senders: Sequence[InterruptibleSender], first_tensors: Sequence[int], bucket_bytes: int) -> None:
         self._senders, self._first_tensors, self._bucket_bytes = senders, tuple(first_tensors), bucket_bytes
 
     def open(self) -> PartsSource:
@@ -38,5 +38,7 @@ class SplitSender:
             sender.close()
 
 
-def guarded(senders: Sequence[GuardedSender], first_tensors: Sequence[int], bucket_bytes: int) -> GuardedSender:
-    return GuardedSender(SplitSender(senders, first_tensors, bucket_bytes))
+def guarded(
+    senders: Sequence[InterruptibleSender], first_tensors: Sequence[int], bucket_bytes: int
+) -> InterruptibleSender:
+    return InterruptibleSender(SplitSender(senders, first_tensors, bucket_bytes))

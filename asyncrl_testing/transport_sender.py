@@ -20,7 +20,7 @@ from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest, part_manifests
 from asyncrl.weights.transports import build_sender
-from asyncrl.weights.transports.interruptible_sender import GuardedSender
+from asyncrl.weights.transports.interruptible_sender import InterruptibleSender
 from asyncrl_testing.transport_rig import (
     BUCKET_BYTES,
     PROMPT_S,
@@ -156,7 +156,7 @@ class SenderProcess:
 def _serve(commands: Connection) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_OF_SIGTERM))
-    sender: GuardedSender | None = None
+    sender: InterruptibleSender | None = None
     try:
         while True:
             command: Any = commands.recv()
@@ -184,7 +184,7 @@ def _serve(commands: Connection) -> None:
             sender.close()
 
 
-def _send(sender: GuardedSender, command: Send) -> Digest | None:
+def _send(sender: InterruptibleSender, command: Send) -> Digest | None:
     manifest, (encoder, _) = command.manifest, command.encoded()
     chosen = weights_of(command.seed, small=command.small) if encoder is None else list(encoder.differences())
     digest = None if encoder is None else encoder.digest

@@ -28,14 +28,14 @@ from asyncrl.checkpoint.run_directory import git_commit, package_versions
 from asyncrl.driver.cluster.ray_session import ray_cluster
 from asyncrl.errors import Process
 from asyncrl.remote.actor_client import ActorClient
-from asyncrl.remote.line import HasLine
+from asyncrl.remote.connection import HasConnections
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "calls.md"
 TIMEOUT_S = 30.0
 
 
-class Echo(HasLine):
+class Echo(HasConnections):
     async def echo(self, sent: bytes) -> bytes:
         return sent
 
@@ -51,7 +51,7 @@ def own_cpu_s() -> float:
 async def measure(rounds: int, calls: int, sent: bytes) -> dict[str, list[tuple[float, float, float]]]:
     """Way -> microseconds of a call in each round: until its answer, of the client's CPU, of the actor's."""
     handle = ray.remote(Echo).options(num_cpus=0, max_concurrency=1000).remote()
-    ways = {way: ActorClient(handle, Process("echo"), has_line=way == "line") for way in ("Ray", "line")}
+    ways = {way: ActorClient(handle, Process("echo"), is_direct=way == "line") for way in ("Ray", "line")}
     found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
     for client in ways.values():
         await client.call(TIMEOUT_S, Echo.echo, sent)  # opens the line

@@ -38,7 +38,7 @@ from asyncrl.driver.cluster.ray_session import ray_cluster
 from asyncrl.driver.preflight import check_recipe
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
-from asyncrl.remote.line import HasLine
+from asyncrl.remote.connection import HasConnections
 from asyncrl.remote.waits import MESSAGE_QUEUE, replica
 from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 from asyncrl.types import GenerationRequest, LeaseManifest, ReplicaRow, ReplicaTable, TokenChunk
@@ -73,7 +73,7 @@ class Written:
     """When all tokens were last collected."""
 
 
-class SyntheticReplicas(HasLine):
+class SyntheticReplicas(HasConnections):
     """All replicas: a Ray actor with the calls of `Replica`, each with the id of the replica."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class SyntheticChannel:
 
     def __init__(self, replica_id: int, handle, client_id: str) -> None:
         self._id, self._client_id = replica_id, client_id
-        self._actor = ActorClient(handle, replica(replica_id), has_line=True)
+        self._actor = ActorClient(handle, replica(replica_id), is_direct=True)
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         await self._actor.call(CALL_TIMEOUT_S, SyntheticReplicas.submit, self._id, self._client_id, requests)
@@ -193,7 +193,7 @@ async def measure(num_replicas: int, num_rollouters: int, seconds: float, direct
         events_path=directory / "events.jsonl",
     )
     made = ray.remote(untraced(MessageQueue)).options(**actor).remote(spec)
-    queue: ActorClient[MessageQueue] = ActorClient(made, MESSAGE_QUEUE, has_line=True)
+    queue: ActorClient[MessageQueue] = ActorClient(made, MESSAGE_QUEUE, is_direct=True)
     rollouters = [
         ray.remote(untraced(Rollouter)).options(**actor).remote(RolloutSpec(recipe, train, {}), queue, name)
         for name in (f"rollouter-{i}" for i in range(num_rollouters))

@@ -18,7 +18,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.chat.connection_guard import ConnectionGuard, ConnectionLimits, connections_that_fit
+from asyncrl.chat.connection_limits import ConnectionLimiter, ConnectionLimits, connections_that_fit
 from asyncrl.chat.server import Server
 from asyncrl.config.model import ModelConfig
 from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
@@ -228,7 +228,7 @@ async def serving(
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     limits = limits or ConnectionLimits(max_connections=1000, response_timeout_s=timeout_s + 5)
-    server = Server(api.app(), ConnectionGuard(limits, metrics.refusals), grace_s=1)
+    server = Server(api.app(), ConnectionLimiter(limits, metrics.refusals), grace_s=1)
     served = Served(replicas, engines, channels, client, fleet, metrics)
     served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     task = asyncio.create_task(server.serve([listener]))

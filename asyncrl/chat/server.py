@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from asyncrl.chat.connection_guard import BACKLOG, ConnectionGuard, GuardedConfig
+from asyncrl.chat.connection_limits import BACKLOG, ConnectionLimiter, LimitedConfig
 from asyncrl.errors import ConfigError, RunFailed, explain
 
 logger = logging.getLogger("asyncrl.commands.serve")
@@ -52,11 +52,11 @@ def is_local(listener: socket.socket) -> bool:
 
 
 class Server(uvicorn.Server):
-    """Serves `app` under the limits of `guard`. Installs no signal handlers."""
+    """Serves `app` under the limits of `limiter`. Installs no signal handlers."""
 
-    def __init__(self, app: Any, guard: ConnectionGuard, *, grace_s: int) -> None:
-        super().__init__(GuardedConfig(app, guard, grace_s=grace_s))
-        self._guard = guard
+    def __init__(self, app: Any, limiter: ConnectionLimiter, *, grace_s: int) -> None:
+        super().__init__(LimitedConfig(app, limiter, grace_s=grace_s))
+        self._limiter = limiter
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
         before = loop.get_exception_handler()
 
         def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            if not self._guard.on_error(context):
+            if not self._limiter.on_error(context):
                 (before or type(loop).default_exception_handler)(loop, context)
 
         loop.set_exception_handler(on_error)

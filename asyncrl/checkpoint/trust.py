@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from asyncrl.config.places import is_hub_model
+from asyncrl.config.paths import is_hub_model
 from asyncrl.errors import ConfigError, explain
 
 CODE_KEYS = (

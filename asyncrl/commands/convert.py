@@ -14,7 +14,7 @@ from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import CheckpointStore, read_state
 from asyncrl.checkpoint.trust import TRUST_RUN
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.places import is_hub_model
+from asyncrl.config.paths import is_hub_model
 from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.trainer.backends import open_training_state, require_trains, write_training_state, written_by
 from asyncrl.trainer.training_state import MODELS

@@ -32,7 +32,7 @@ from asyncrl.config.environments import JUDGES
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import hidden_by, load, load_recipe
-from asyncrl.config.places import is_hub_model, is_place
+from asyncrl.config.paths import is_hub_model, is_place
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.model_files import check_model
 from asyncrl.data.prompts import RenderedPrompts

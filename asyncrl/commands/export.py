@@ -26,7 +26,7 @@ from asyncrl.commands.convert import convert, new_directory, require_new
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import resolved
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.places import check_place, is_hub_model
+from asyncrl.config.paths import check_place, is_hub_model
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import AsyncRLError, ConfigError, explain
 from asyncrl.json_records import from_plain

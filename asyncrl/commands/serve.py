@@ -32,7 +32,7 @@ from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import load_recipe, serving_api_key
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.places import is_hub_model
+from asyncrl.config.paths import is_hub_model
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.run import RecoveryConfig
@@ -210,7 +210,7 @@ async def _run(service: Service, environment: Mapping[str, str]) -> int:
 
 async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any]) -> None:
     """Serves until `stop` is done. Raises the error that ended the replicas or the HTTP server."""
-    from asyncrl.chat import connection_guard as guard
+    from asyncrl.chat import connection_limits as limited
     from asyncrl.chat.server import Server, serve_until
     from asyncrl.driver.fleet.actor_channels import channels
     from asyncrl.rollout.generation import GenerationClient
@@ -255,12 +255,14 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
         max_requests=config.max_requests,
         local_only=service.is_local and config.api_key is None,
     )
-    limits = guard.ConnectionLimits(
-        max_connections=guard.connections_that_fit(config.max_requests + guard.SPARE_CONNECTIONS),
+    limits = limited.ConnectionLimits(
+        max_connections=limited.connections_that_fit(config.max_requests + limited.SPARE_CONNECTIONS),
         response_timeout_s=config.request_timeout_s + LAST_WORD_S,
     )
     server = Server(
-        api.app(), guard.ConnectionGuard(limits, metrics.refusals), grace_s=math.ceil(config.stop_timeout_s)
+        api.app(),
+        limited.ConnectionLimiter(limits, metrics.refusals),
+        grace_s=math.ceil(config.stop_timeout_s),
     )
     # Phase 3: serve until `stop`, or until the fleet or the server fails.
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.config.places import how_to_make, is_place
+from asyncrl.config.paths import how_to_make, is_place
 from asyncrl.data.rows import PromptRow, Schema, columns_of, parse_json_line, parse_record, with_system_prompt
 from asyncrl.errors import DataError, explain
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.places import check_place
+from asyncrl.config.paths import check_place
 from asyncrl.errors import ConfigError, explain
 from asyncrl.types import ModelFacts
 

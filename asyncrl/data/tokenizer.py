@@ -11,7 +11,7 @@ import jinja2
 import numpy as np
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.places import check_place
+from asyncrl.config.paths import check_place
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.stop_strings import StopTexts

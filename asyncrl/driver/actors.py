@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config.threads import local_cores, trainer_threads
 from asyncrl.driver.cluster.nodes import spans, usable_nodes
-from asyncrl.driver.cluster.places import Places
+from asyncrl.driver.cluster.placement_groups import PlacementGroups
 from asyncrl.driver.cluster.ray_session import Cluster
 from asyncrl.driver.fleet.device_turns import SharedDevices
 from asyncrl.driver.fleet.engine_turns import EngineTurns
@@ -59,7 +59,7 @@ END_TIMEOUT_S = 30.0
 class Actors:
     """The actors of a run, their owners, and the clients to call them."""
 
-    def __init__(self, spec: RunSpec, cluster: Cluster, places: Places, events: EventLog) -> None:
+    def __init__(self, spec: RunSpec, cluster: Cluster, places: PlacementGroups, events: EventLog) -> None:
         self._spec = spec
         self._places = places
         self._recipe = recipe = spec.recipe
@@ -255,7 +255,7 @@ class Actors:
             hide=self._spec.hide,
         )
         handle = ray.remote(untraced(MessageQueue)).options(**self._on_driver).remote(spec)
-        return ActorClient(handle, MESSAGE_QUEUE, has_line=True)
+        return ActorClient(handle, MESSAGE_QUEUE, is_direct=True)
 
     def _new_rollouters(self) -> Rollouters:
         run, recipe = self._spec, self._recipe
@@ -285,7 +285,7 @@ class Actors:
         await self.pools.forget_client(client_id)
 
 
-def _gpus_beside(places: Places) -> ClusterGpus:
+def _gpus_beside(places: PlacementGroups) -> ClusterGpus:
     free = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
     total = sum(free.values())
     for bundle, node in zip(places.placement.bundles, places.nodes(), strict=False):

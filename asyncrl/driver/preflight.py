@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.chat.server import bind, is_local
 from asyncrl.config.checks import require
-from asyncrl.config.places import is_hub_model, is_place, require_mounted
+from asyncrl.config.paths import is_hub_model, is_place, require_mounted
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.serving import ServeSection, check_key
 from asyncrl.config.threads import local_cores, replica_threads, trainer_threads

@@ -42,7 +42,7 @@ from asyncrl.driver.actors import Actors
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.cluster.janitor import processes_of
 from asyncrl.driver.cluster.nodes import prepare_nodes
-from asyncrl.driver.cluster.places import Places, reserved
+from asyncrl.driver.cluster.placement_groups import PlacementGroups, reserved
 from asyncrl.driver.cluster.ray_session import Cluster, ray_cluster
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
@@ -104,7 +104,9 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
 class _Run:
     """One process of a run, from the start of its actors to their exit."""
 
-    def __init__(self, spec: RunSpec, console: Console, cluster: Cluster, places: Places, metrics: MetricsLog) -> None:
+    def __init__(
+        self, spec: RunSpec, console: Console, cluster: Cluster, places: PlacementGroups, metrics: MetricsLog
+    ) -> None:
         self._spec, self._cluster, self._metrics = spec, cluster, metrics
         self._recipe = recipe = spec.recipe
         self._events = EventLog(spec.directory.events, spec.hide)

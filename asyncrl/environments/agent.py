@@ -70,7 +70,7 @@ class AgentEndpoint:
 
     async def start(self) -> None:
         """Returns once the endpoint listens. Raises ConfigError, DeadlineExceeded, ProcessDied."""
-        from asyncrl.chat.connection_guard import ConnectionLimits, connections_that_fit
+        from asyncrl.chat.connection_limits import ConnectionLimits, connections_that_fit
         from asyncrl.environments.agent_server import AgentServer
 
         connections = connections_that_fit(MAX_CONNECTIONS)

@@ -14,7 +14,7 @@ from functools import partial
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from asyncrl.chat.connection_guard import ConnectionGuard, ConnectionLimits
+from asyncrl.chat.connection_limits import ConnectionLimiter, ConnectionLimits
 from asyncrl.chat.dialects import DIALECTS
 from asyncrl.chat.fields import ApiError
 from asyncrl.chat.http import (
@@ -55,7 +55,7 @@ class AgentServer:
         self.url = ""
         self._config = config
         self._for_this_machine = True
-        self.guard = ConnectionGuard(limits)
+        self.limiter = ConnectionLimiter(limits)
         self._sessions: dict[str, AgentSession] = {}
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -70,7 +70,7 @@ class AgentServer:
         if config.advertise:
             port = str(listener.getsockname()[1])
             self.url = config.advertise.replace("{host}", socket.gethostname()).replace("{port}", port)
-        server = self._server = Server(self._app(), self.guard, grace_s=1)
+        server = self._server = Server(self._app(), self.limiter, grace_s=1)
         self._serving = asyncio.create_task(server.serve(sockets=[listener]), name="agent endpoint")
         async with deadline(_START_S, "serve agents", found="it does not listen", do="see the log"):
             while not server.started:

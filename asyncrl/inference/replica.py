@@ -29,7 +29,7 @@ from asyncrl.inference.cpu_time import CpuTime
 from asyncrl.inference.engine import InferenceEngine, StagingEngine
 from asyncrl.inference.external_places import ExternalLimits, ExternalPlaces
 from asyncrl.inference.sleep import EngineSleep
-from asyncrl.remote.line import HasLine
+from asyncrl.remote.connection import HasConnections
 from asyncrl.remote.waits import deadline
 from asyncrl.types import (
     Digest,
@@ -139,7 +139,7 @@ class _InFlight:
     task: asyncio.Task[None] | None = None
 
 
-class Replica(HasLine):
+class Replica(HasConnections):
     """Serves requests with the weights of the last committed publish. Owns the engine, the gate, the requests in flight
     and the outbox of each client. `must_leave`: its process was asked to end."""
 

@@ -31,7 +31,7 @@ itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaPlace:
+class ReplicaPlacement:
     """Where Ray starts the processes of one replica. `strategy`: Ray's scheduling strategy. `ready(timeout_s)`: returns
     when a node has reserved the place, else raises NoPlace."""
 
@@ -107,7 +107,7 @@ def spawn_replica(
     *,
     num_gpus: float,
     environment: Mapping[str, str],
-    place: ReplicaPlace | None = None,
+    place: ReplicaPlacement | None = None,
     load_real_weights: bool = False,
 ) -> ReplicaControl:
     """Creates the process of a replica; the replica is not started.
@@ -149,8 +149,8 @@ class ReplicaControl(ActorClient):
     """The owner's handle of one replica incarnation: `call(timeout_s, Replica.pause, mode)`. A replaced or suspended
     replica gets a new control."""
 
-    def __init__(self, replica_id: int, handle: ActorHandle, place: ReplicaPlace | None = None) -> None:
-        super().__init__(handle, replica(replica_id), has_line=True)
+    def __init__(self, replica_id: int, handle: ActorHandle, place: ReplicaPlacement | None = None) -> None:
+        super().__init__(handle, replica(replica_id), is_direct=True)
         self._place = place
         self._abandoned = False
         self._open: set[asyncio.Future[None]] = set()

@@ -24,7 +24,7 @@ from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summa
 from asyncrl.queue.pacing import PacingName, build_pacing, shortfall
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
 from asyncrl.queue.staleness import OnOverdue, Selection, StalenessPolicy
-from asyncrl.remote.line import HasLine
+from asyncrl.remote.connection import HasConnections
 from asyncrl.types import (
     Admission,
     Committed,
@@ -65,7 +65,7 @@ class QueueSpec:
     hide: Hidden = field(default_factory=Hidden)
 
 
-class MessageQueue(HasLine):
+class MessageQueue(HasConnections):
     """Owns the ledger, the tokens of ready and leased groups, the partial trajectories that a resume restored, and the
     event log."""
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 from asyncrl.errors import DeadlineExceeded, Process, explain
-from asyncrl.remote.line import Line, LineAnswer, LineEnded, connect
+from asyncrl.remote.connection import Connection, ConnectionEnded, PendingAnswer, connect
 from asyncrl.remote.reply import SLEPT_S, ended, reply
 
 logger = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ class ActorClient(Generic[A]):
     """Owns the handle of an actor of class `A`; `call` takes methods of `A`. Raises the errors of
     `remote.reply.reply`."""
 
-    def __init__(self, handle: ActorHandle, process: Process, *, has_line: bool = False) -> None:
-        """`has_line`: the actor is a `HasLine`; calls are sent in order over a line that the first call opens."""
+    def __init__(self, handle: ActorHandle, process: Process, *, is_direct: bool = False) -> None:
+        """`is_direct`: the actor is a `HasConnections`; calls go in order over a connection that the first one opens."""
         self.handle = handle
         self.process = process
-        self._line = _LineToActor(handle, process) if has_line else None
+        self._connection = _ConnectionToActor(handle, process) if is_direct else None
 
     @overload
     async def call(
@@ -56,20 +56,20 @@ class ActorClient(Generic[A]):
         return await self._answer(timeout_s, method.__name__, args, kwargs)
 
     async def _answer(self, timeout_s: float, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._line is not None:
-            return await self._over_line(self._line.call(timeout_s, name, args, kwargs), timeout_s, name)
+        if self._connection is not None:
+            return await self._over_connection(self._connection.call(timeout_s, name, args, kwargs), timeout_s, name)
         answer = getattr(self.handle, name).remote(*args, **kwargs)
         return await reply(answer, timeout_s=timeout_s, call=name, process=self.process)
 
-    async def _over_line(self, answer: Awaitable[Any], timeout_s: float, name: str) -> Any:
+    async def _over_connection(self, answer: Awaitable[Any], timeout_s: float, name: str) -> Any:
         began = time.monotonic()
         try:
             return await reply(answer, timeout_s=timeout_s, call=name, process=self.process)
-        except LineEnded as error:
+        except ConnectionEnded as error:
             broken = str(error)
         left_s = max(LEAST_S, timeout_s - (time.monotonic() - began))
         # A call through Ray raises ProcessDied, with the cause, if the process has died.
-        await reply(self.handle.line.remote(), timeout_s=left_s, call=name, process=self.process)
+        await reply(self.handle.connection.remote(), timeout_s=left_s, call=name, process=self.process)
         found = f"the connection to it broke ({broken}); it lives, and may have done what it was asked"
         do = "see the process's log, and the network between the machines"
         raise DeadlineExceeded(explain(f"{name} of {self.process}", found, do)).of(self.process)
@@ -88,25 +88,25 @@ class ActorClient(Generic[A]):
         await ended(getattr(self.handle, ping.__name__).remote, timeout_s=timeout_s, process=self.process)
 
 
-class _LineToActor:
-    """The line to an actor, opened by the first call and by the first call after it broke. If a line cannot be opened,
+class _ConnectionToActor:
+    """The connection to an actor, opened by the first call and by the first one after it broke. If it cannot be opened,
     later calls go through Ray: retrying would use up the deadline of a health check."""
 
     def __init__(self, handle: ActorHandle, process: Process) -> None:
         self._handle = handle
         self._process = process
-        self._line: Line | None = None
+        self._connection: Connection | None = None
         self._goes_through_ray = False
         self._turn = asyncio.Lock()
-        """Keeps calls that wait for the line in order."""
+        """Keeps calls that wait for the connection in order."""
         self._waiting: set[asyncio.Task[Any]] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _LineToActor, (self._handle, self._process)  # the receiving process opens its own line
+        return _ConnectionToActor, (self._handle, self._process)  # the receiving process opens its own connection
 
     def call(self, timeout_s: float, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
-        """Awaiting the result raises the method's exception, RayError or LineEnded. The call is not sent if the line
-        opens only after the caller gave up, some time after `timeout_s`."""
+        """Awaiting the result raises the method's exception, RayError or ConnectionEnded. The call is not sent if the
+        connection opens only after the caller gave up, some time after `timeout_s`."""
         if not self._waiting and self._is_open:
             return self._begin(name, args, kwargs)
         given_up_at = time.monotonic() + timeout_s + 2 * SLEPT_S
@@ -114,7 +114,7 @@ class _LineToActor:
         task = asyncio.create_task(call, name=f"{name} of {self._process}")
         self._waiting.add(task)
         task.add_done_callback(_retrieved)
-        return LineAnswer(task)
+        return PendingAnswer(task)
 
     async def _begin_in_turn(self, given_up_at: float, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -122,7 +122,7 @@ class _LineToActor:
                 if not self._is_open:
                     await self._open()
                 if time.monotonic() > given_up_at:
-                    raise LineEnded("it was opened too late for this call, which was not made")
+                    raise ConnectionEnded("it was opened too late for this call, which was not made")
                 answer = self._begin(name, args, kwargs)
         finally:
             self._waiting.discard(cast(Any, asyncio.current_task()))
@@ -130,25 +130,25 @@ class _LineToActor:
 
     @property
     def _is_open(self) -> bool:
-        return self._goes_through_ray or (self._line is not None and not self._line.ended)
+        return self._goes_through_ray or (self._connection is not None and not self._connection.ended)
 
     def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Awaitable[Any]:
-        if self._line is None:
+        if self._connection is None:
             return getattr(self._handle, name).remote(*args, **kwargs)
-        return self._line.call(name, args, kwargs)
+        return self._connection.call(name, args, kwargs)
 
     async def _open(self) -> None:
         """Waits as long as Ray takes to start the actor; the waiting calls have their own deadlines. Raises
         RayError."""
-        self._line = None
+        self._connection = None
         try:
-            address = await self._handle.line.remote()
+            address = await self._handle.connection.remote()
             if address is not None:
-                self._line = await connect(address)
-        except (OSError, LineEnded, TimeoutError) as error:
+                self._connection = await connect(address)
+        except (OSError, ConnectionEnded, TimeoutError) as error:
             why = f"{type(error).__name__} {error}".strip()
-            logger.warning("there is no line to %s (%s): its calls go through Ray", self._process, why)
-        self._goes_through_ray = self._line is None
+            logger.warning("there is no connection to %s (%s): its calls go through Ray", self._process, why)
+        self._goes_through_ray = self._connection is None
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from asyncrl.chat.connection_guard import REASONS, Reason
+from asyncrl.chat.connection_limits import REASONS, Reason
 from asyncrl.serving.choice import Finished
 from asyncrl.serving.fleet import Fleet
 
@@ -43,7 +43,7 @@ class ServingMetrics:
         """Requests whose answer has no token yet."""
         self.disconnects = 0
         self.refusals: Counter[Reason] = Counter()
-        """By reason; counted by the connection guard."""
+        """By reason; counted by the connection limiter."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generated_tokens = 0

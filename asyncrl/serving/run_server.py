@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.chat.connection_guard import (
+from asyncrl.chat.connection_limits import (
     SPARE_CONNECTIONS,
-    ConnectionGuard,
+    ConnectionLimiter,
     ConnectionLimits,
     connections_that_fit,
 )
@@ -219,8 +219,8 @@ class RunServer:
             max_connections=connections_that_fit(settings.max_requests + SPARE_CONNECTIONS),
             response_timeout_s=settings.request_timeout_s + LAST_WORD_S,
         )
-        guard = ConnectionGuard(limits, self._metrics.refusals)
-        self._server = Server(api.app(), guard, grace_s=GRACE_S)
+        limiter = ConnectionLimiter(limits, self._metrics.refusals)
+        self._server = Server(api.app(), limiter, grace_s=GRACE_S)
 
     async def _until_it_listens(self) -> None:
         asked, do = "serve beside the run", "see the log of the run"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import WeightTransferError, unwritable
-from asyncrl.remote.line import HasLine
+from asyncrl.remote.connection import HasConnections
 from asyncrl.trainer.backends import build_backend, require_written_by
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
@@ -65,7 +65,7 @@ def in_thread(
     return threaded
 
 
-class TrainerWorker(HasLine):
+class TrainerWorker(HasConnections):
     """Owns the backend, the process group and the sending end of a transport. The driver makes calls from this class
     and never imports torch, so methods import the modules that need torch.
 

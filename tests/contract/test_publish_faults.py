@@ -288,15 +288,15 @@ async def generated(fleet, replica_id):
     return (await control_of(fleet, replica_id).call(10, Replica.stats)).health.generated_tokens
 
 
-async def test_replicas_are_called_over_lines_also_by_the_control_that_follows_an_abandoned_one(fleet):
+async def test_replicas_are_called_over_connections_also_by_the_control_that_follows_an_abandoned_one(fleet):
     control = ReplicaControl(0, control_of(fleet, 0).handle)  # the pool's own must not be abandoned
     pid = (await control.call(10, Replica.stats)).pid
-    line = control._line
-    assert line._line is not None, "not through Ray"
-    assert not line._line.ended
+    connection = control._connection
+    assert connection._connection is not None, "not through Ray"
+    assert not connection._connection.ended
     later = control.abandon()
     assert (await later.call(10, Replica.stats)).pid == pid
-    assert later._line is line, "calls of both begin in their order"
+    assert later._connection is connection, "calls of both begin in their order"
 
 
 async def test_differences_reach_who_has_their_base_and_all_weights_a_replacement(fleet, trainer, expected):

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from asyncrl.chat.connection_guard import ConnectionLimits
+from asyncrl.chat.connection_limits import ConnectionLimits
 from asyncrl.config.environments import AgentConfig
 from asyncrl.environments.agent_server import AgentServer
 from tests.serving import ASK, serving, until
@@ -39,7 +39,7 @@ async def agents(given):
     server = AgentServer(AgentConfig(), given)
     await server.start()
     try:
-        yield server.url.removesuffix("/v1"), server.guard.counts
+        yield server.url.removesuffix("/v1"), server.limiter.counts
     finally:
         await server.close()
 

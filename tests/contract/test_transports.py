@@ -16,7 +16,7 @@ from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_receiver, build_sender, collective
-from asyncrl.weights.transports.interruptible_sender import GuardedSender
+from asyncrl.weights.transports.interruptible_sender import InterruptibleSender
 from asyncrl.weights.transports.ipc import IpcSender
 from asyncrl.weights.transports.media import (
     EXPORTED,
@@ -181,7 +181,7 @@ class TestIpcFromAGpuThatNobodySees(TransportSuite, TransportLifecycleSuite, Del
         make = partial(SecondMemory, unreachable=(0, 1, 2))
 
         def build(bucket_bytes: int, num_receivers: int):
-            return GuardedSender(IpcSender(bucket_bytes, num_receivers, make_medium=make, make_stage=LateStage))
+            return InterruptibleSender(IpcSender(bucket_bytes, num_receivers, make_medium=make, make_stage=LateStage))
 
         return Rig(build, workers, workers_can_die=True)
 

@@ -51,7 +51,7 @@ EXEMPT = (
         ),
     ),
     Exempt(
-        "driver/cluster/places.py",
+        "driver/cluster/placement_groups.py",
         "Which nodes are asked to end, and what each has free, Ray's public calls tell only where its dashboard runs.",
         ("imports ray._private.state",),
     ),

@@ -15,7 +15,7 @@ ALLOWED = {
     r"\bdcp\.load\(|FileSystemReader|torch\.load\(": {"trainer/fsdp/stored_state.py"},
     r"\bpickle\.(?:Unp|loads?\()": {  # but for the first two: pipes between a process and its own children
         "trainer/fsdp/stored_state.py",
-        "remote/line.py",  # from an end that has proven that it has the secret of the line
+        "remote/connection.py",  # from an end that has proven that it has the secret of the connection
         "workers/worker_process.py",
         "workers/worker_loop.py",
         "inference/vllm/weight_transfer.py",

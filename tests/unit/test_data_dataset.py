@@ -5,7 +5,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from asyncrl.config.places import is_place
+from asyncrl.config.paths import is_place
 from asyncrl.data.dataset import HubName, load_rows, parse_hub_name, read_hub
 from asyncrl.data.rows import ChatMessage
 from asyncrl.errors import DataError

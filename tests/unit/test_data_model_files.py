@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_recipe
-from asyncrl.config.places import MADE_BY, how_to_make, is_place
+from asyncrl.config.paths import MADE_BY, how_to_make, is_place
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.model_files import check_model
 from asyncrl.data.tokenizer import vocabulary

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 import uvicorn
 
-from asyncrl.chat.connection_guard import REASONS, ConnectionGuard, ConnectionLimits
+from asyncrl.chat.connection_limits import REASONS, ConnectionLimiter, ConnectionLimits
 from asyncrl.chat.server import bind, serve_until
 from asyncrl.commands import serve
 from asyncrl.config.serving import ServingConfig
@@ -94,7 +94,7 @@ def test_the_log_is_a_new_file_that_only_its_owner_reads(tmp_path, monkeypatch):
 
 def test_each_reason_is_counted_always_and_told_once_a_minute(caplog):
     now = [0.0]
-    guard = ConnectionGuard(ConnectionLimits(max_connections=1, response_timeout_s=1), clock=lambda: now[0])
+    guard = ConnectionLimiter(ConnectionLimits(max_connections=1, response_timeout_s=1), clock=lambda: now[0])
     for now[0] in (0.0, 0.1, 59.0, 60.0, 60.1, 130.0):
         for reason in REASONS:
             guard.count(reason)
@@ -110,7 +110,7 @@ def test_each_reason_is_counted_always_and_told_once_a_minute(caplog):
 def test_the_limit_on_descriptors_is_raised_as_far_as_connections_need_it(soft, hard, wanted, fits):
     program = f"""
 import resource
-from asyncrl.chat.connection_guard import connections_that_fit
+from asyncrl.chat.connection_limits import connections_that_fit
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 print(connections_that_fit({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """

@@ -28,7 +28,7 @@ class ReplicaActorChannel:
         external: bool = False,
         incarnation: int | None = None,
     ) -> None:
-        self.actor = ActorClient(handle, replica(replica_id), has_line=True)
+        self.actor = ActorClient(handle, replica(replica_id), is_direct=True)
         self._client_id = f"{client_id}/{next(_NUMBERS)}"
         self._external = external
         self._incarnation = incarnation

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError, NoPlace, explain
 from asyncrl.types import FleetReport, ReplicaState, events
 
 if TYPE_CHECKING:
-    from asyncrl.driver.cluster.places import Places
+    from asyncrl.driver.cluster.placement_groups import PlacementGroups
     from asyncrl.driver.fleet.replica_pool import ReplicaPool
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class FleetSize:
     def __init__(
         self,
         pool: ReplicaPool,
-        places: Places,
+        places: PlacementGroups,
         limits: FleetLimits,
         *,
         start_timeout_s: float,

@@ -86,7 +86,7 @@ class TrainerPool:
 
     def __init__(self, spec: TrainerSpec, actors: Sequence[ActorHandle]) -> None:
         self._spec = spec
-        self._actors = [ActorClient(actor, trainer_rank(rank), has_line=True) for rank, actor in enumerate(actors)]
+        self._actors = [ActorClient(actor, trainer_rank(rank), is_direct=True) for rank, actor in enumerate(actors)]
         self._killed: list[ActorClient] = []
         self._senders: tuple[SendingRank, ...] = ()
 

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from asyncrl.inference.sglang.host import Host
-from asyncrl.inference.shared.orphan_guard import when_closed, when_ended
+from asyncrl.inference.shared.orphan_watch import when_closed, when_ended
 from asyncrl.workers.messages import LENGTH, packed
 
 logger = logging.getLogger(__name__)

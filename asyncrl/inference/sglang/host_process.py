@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl import errors
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.places import check_place
+from asyncrl.config.paths import check_place
 from asyncrl.config.rollout import SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError, explain
 from asyncrl.inference.sglang.weight_channel import LOADER

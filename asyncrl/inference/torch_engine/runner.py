@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.places import check_place
+from asyncrl.config.paths import check_place
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.engines import unsupported_by_torch

@@ -11,7 +11,7 @@ from multiprocessing import connection
 from typing import Any
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.places import check_place
+from asyncrl.config.paths import check_place
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.cpu_time import yield_to_others
@@ -111,7 +111,7 @@ class Launcher:
     """Owns the thread that starts vLLM, stays alive while it runs, and shuts it down.
 
     It must be one thread, because Linux kills the processes when the thread that created them ends
-    (`shared/orphan_guard.py`). The event loop stays free while vLLM loads.
+    (`shared/orphan_watch.py`). The event loop stays free while vLLM loads.
     """
 
     def __init__(self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int) -> None:

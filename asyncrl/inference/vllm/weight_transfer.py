@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.utils.nccl import unpinned_nccl_env
 
-from asyncrl.inference.shared.orphan_guard import die_with
+from asyncrl.inference.shared.orphan_watch import die_with
 from asyncrl.inference.shared.weight_update import WorkerUpdate
 from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import BACKEND, owner_pid

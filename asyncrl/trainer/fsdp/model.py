@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.initialization import no_init_weights
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.places import check_place
+from asyncrl.config.paths import check_place
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, VARLEN, register_packed_attention, varlen_kernel

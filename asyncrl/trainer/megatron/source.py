@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.places import check_place
+from asyncrl.config.paths import check_place
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.megatron.names import Block, LocalTensor
 from asyncrl.trainer.megatron.sizes import ModelSizes

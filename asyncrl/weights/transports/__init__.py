@@ -15,7 +15,7 @@ from asyncrl.weights.transport import WeightReceiver, WeightSender, WeightSink
 from asyncrl.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from asyncrl.weights.transports.control_channel import Deadline
 from asyncrl.weights.transports.disk import DiskReceiver, DiskSender
-from asyncrl.weights.transports.interruptible_sender import GuardedSender
+from asyncrl.weights.transports.interruptible_sender import InterruptibleSender
 from asyncrl.weights.transports.ipc import IpcReceiver, IpcSender
 from asyncrl.weights.transports.objects import ObjectReceiver, ObjectSender
 
@@ -34,7 +34,7 @@ def build_sender(
     device: str | torch.device = "cpu",
     host: str = "127.0.0.1",
     directory: str = "",
-) -> GuardedSender:
+) -> InterruptibleSender:
     """The sender of `weights.transport`, not yet open.
 
     Args:
@@ -58,7 +58,7 @@ def build_sender(
         sender = IpcSender(bucket_bytes, num_receivers, device=device)
     else:
         raise _unknown(transport)
-    return GuardedSender(sender)
+    return InterruptibleSender(sender)
 
 
 def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu") -> WeightReceiver:

@@ -26,7 +26,7 @@ class Interruptible(Protocol):
         ...
 
 
-class GuardedSender:
+class InterruptibleSender:
     """A thread-safe `WeightSender`.
 
     A second `send` is refused while one is in progress. `close` and `open` end a send in progress with

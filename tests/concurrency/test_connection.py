@@ -1,4 +1,4 @@
-"""Lines to actors: what is called and answered, who is let in, and what becomes of calls when a line ends."""
+"""Connections to actors: what is called and answered, who is let in, what becomes of calls when a connection ends."""
 
 import asyncio
 import copy
@@ -16,9 +16,9 @@ from ray.exceptions import RayActorError
 from asyncrl.driver.fleet.actor_channels import ReplicaActorChannel
 from asyncrl.errors import DeadlineExceeded, Process, ProcessDied
 from asyncrl.remote import actor_client
-from asyncrl.remote import line as lines
+from asyncrl.remote import connection as connections
 from asyncrl.remote.actor_client import ActorClient
-from asyncrl.remote.line import LineEnded, connect, serve
+from asyncrl.remote.connection import ConnectionEnded, connect, serve
 
 pytestmark = pytest.mark.concurrency
 
@@ -86,25 +86,25 @@ class Remote:
 class Handle:
     """Stands for Ray's handle of `actor`; `dead`: Ray knows that it has died."""
 
-    def __init__(self, actor, *, has_line=True, address=None):
-        self.actor, self.dead, self.lines_asked, self.through_ray = actor, False, 0, 0
-        self.server, self._has_line, self._address = None, has_line, address
+    def __init__(self, actor, *, is_direct=True, address=None):
+        self.actor, self.dead, self.connections_asked, self.through_ray = actor, False, 0, 0
+        self.server, self._is_direct, self._address = None, is_direct, address
         self.ask = asyncio.Event()
         self.ask.set()
 
     @property
-    def line(self):
-        async def line():
+    def connection(self):
+        async def connection():
             await self.ask.wait()
             if self.dead:
                 raise RayActorError()
-            self.lines_asked += 1
-            if not self._has_line:
+            self.connections_asked += 1
+            if not self._is_direct:
                 return None
             self.server = await serve(self.actor, LOCAL)
             return self._address or self.server.address
 
-        return Remote(line)
+        return Remote(connection)
 
     def __getattr__(self, name):
         async def call(*args, **kwargs):
@@ -115,7 +115,7 @@ class Handle:
 
 
 def client_of(handle):
-    return ActorClient(handle, Process("actor", 3), has_line=True)
+    return ActorClient(handle, Process("actor", 3), is_direct=True)
 
 
 async def opened():
@@ -124,24 +124,24 @@ async def opened():
     return actor, server, await connect(server.address)
 
 
-async def cut(line):
+async def cut(connection):
     """Ends the connection as the death of the other process does."""
-    line._end._transport.abort()
+    connection._end._transport.abort()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
 
 
 class TestCalls:
     async def test_values_and_keywords_arrive(self):
-        _actor, _server, line = await opened()
+        _actor, _server, connection = await opened()
         big = bytes(5_000_000)
-        assert await line.call("echo", (big,), {"after_s": 0.01}) == big
-        assert await line.call("plain", (3,), {}) == 3
+        assert await connection.call("echo", (big,), {"after_s": 0.01}) == big
+        assert await connection.call("plain", (3,), {}) == 3
 
     async def test_calls_begin_in_order_and_are_answered_as_they_end(self):
-        actor, _server, line = await opened()
+        actor, _server, connection = await opened()
         ended = []
-        answers = [line.call("echo", (i,), {"after_s": 0.05 - 0.01 * i}) for i in range(5)]
+        answers = [connection.call("echo", (i,), {"after_s": 0.05 - 0.01 * i}) for i in range(5)]
         for answer in answers:
             answer._future.add_done_callback(lambda future: ended.append(future.result()))
         assert [await answer for answer in answers] == [0, 1, 2, 3, 4]
@@ -149,18 +149,18 @@ class TestCalls:
         assert ended == [4, 3, 2, 1, 0]
 
     async def test_what_the_method_raises_is_raised_with_the_traceback_there(self):
-        _actor, _server, line = await opened()
+        _actor, _server, connection = await opened()
         error = ProcessDied("the engine is dead").of(Process("replica", 1))
         with pytest.raises(ProcessDied, match="the engine is dead") as raised:
-            await line.call("fail", (error,), {})
+            await connection.call("fail", (error,), {})
         assert raised.value.process == error.process
         assert "in fail" in str(raised.value.__cause__)
 
     @pytest.mark.parametrize("name", ["unwritable", "unreadable"])
     async def test_an_error_that_cannot_travel_is_told_by_its_text(self, name):
-        _actor, _server, line = await opened()
+        _actor, _server, connection = await opened()
         with pytest.raises(RuntimeError, match=rf"(?i){name}") as raised:
-            await line.call("fail_by_name", (name,), {})
+            await connection.call("fail_by_name", (name,), {})
         assert "in fail_by_name" in str(raised.value.__cause__)
 
     @pytest.mark.parametrize(
@@ -174,22 +174,22 @@ class TestCalls:
         ids=["the value there", "an argument here", "an argument there", "the value here"],
     )
     async def test_what_cannot_be_written_or_read_fails_its_call_alone(self, method, args, error):
-        _actor, _server, line = await opened()
+        _actor, _server, connection = await opened()
         with pytest.raises(Exception, match=error):
-            await line.call(method, args, {})
-        assert await line.call("echo", (1,), {}) == 1
+            await connection.call(method, args, {})
+        assert await connection.call("echo", (1,), {}) == 1
 
     async def test_an_error_whose_type_is_not_installed_here_is_told_by_its_text(self, monkeypatch):
-        _actor, _server, line = await opened()
+        _actor, _server, connection = await opened()
         monkeypatch.setattr(
-            lines.pickle,
+            connections.pickle,
             "dumps",
             lambda error, *rest: (
                 b"cno_such_package\nError\n." if isinstance(error, Exception) else pickle._dumps(error, *rest)
             ),
         )
         with pytest.raises(RuntimeError, match="ValueError: of a package") as raised:
-            await line.call("fail", ("of a package",), {})
+            await connection.call("fail", ("of a package",), {})
         assert "in fail" in str(raised.value.__cause__)
 
     @pytest.mark.parametrize("error", [asyncio.CancelledError(), StopIteration(3)])
@@ -199,20 +199,20 @@ class TestCalls:
                 raise error
 
         server = await serve(Ends(), LOCAL)
-        line = await connect(server.address)
+        connection = await connect(server.address)
         with pytest.raises(RuntimeError, match=type(error).__name__):
-            await line.call("end", (), {})
-        assert await line.call("echo", (1,), {}) == 1
+            await connection.call("end", (), {})
+        assert await connection.call("echo", (1,), {}) == 1
 
     async def test_private_and_unknown_methods_are_refused(self):
-        _actor, _server, line = await opened()
+        _actor, _server, connection = await opened()
         for name in ("_private", "__class__", "nothing"):
             with pytest.raises(AttributeError, match=name):
-                await line.call(name, (), {})
+                await connection.call(name, (), {})
 
     async def test_an_answer_can_be_awaited_again(self):
-        actor, _server, line = await opened()
-        answer = line.call("wait", (), {})
+        actor, _server, connection = await opened()
+        answer = connection.call("wait", (), {})
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await answer
@@ -225,7 +225,7 @@ class TestCalls:
         stream = b"".join(struct.pack("<Q", len(message)) + message for message in sent)
         taken = []
 
-        class End(lines._End):
+        class End(connections._End):
             def _take(self, message):
                 taken.append(message)
 
@@ -269,10 +269,10 @@ async def spoken_to(server, messages):
 
 class TestStrangers:
     async def test_who_has_another_secret_is_not_connected(self):
-        _actor, server, _line = await opened()
+        _actor, server, _connection = await opened()
         address = server.address
-        with pytest.raises(LineEnded):
-            await connect(lines.LineAddress(address.host, address.port, bytes(32)))
+        with pytest.raises(ConnectionEnded):
+            await connect(connections.ConnectionAddress(address.host, address.port, bytes(32)))
 
     @pytest.mark.parametrize(
         "messages",
@@ -284,14 +284,14 @@ class TestStrangers:
         ],
     )
     async def test_nothing_of_who_has_no_secret_is_unpickled(self, messages):
-        _actor, server, _line = await opened()
+        _actor, server, _connection = await opened()
         call = struct.pack("<Q", 1) + pickle.dumps(("echo", (Trap(),), {}))
         answered = await spoken_to(server, [*messages, call])
         assert not Trap.sprung
         assert len(answered) <= 72, "its challenge and its proof, at most"
 
     async def test_a_long_message_of_a_stranger_is_not_waited_for(self):
-        _actor, server, _line = await opened()
+        _actor, server, _connection = await opened()
         reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
         writer.write(struct.pack("<Q", 1 << 40))
         async with asyncio.timeout(5):
@@ -299,10 +299,10 @@ class TestStrangers:
         writer.close()
 
     async def test_who_says_nothing_is_not_waited_for(self, monkeypatch):
-        monkeypatch.setattr(lines, "HANDSHAKE_S", 0.05)
-        _actor, server, line = await opened()
+        monkeypatch.setattr(connections, "HANDSHAKE_S", 0.05)
+        _actor, server, connection = await opened()
         assert await spoken_to(server, []) == b""
-        assert await line.call("echo", (1,), {}) == 1, "who has proven itself stays"
+        assert await connection.call("echo", (1,), {}) == 1, "who has proven itself stays"
 
     @pytest.mark.parametrize("answers", [True, False])
     async def test_an_actor_that_cannot_prove_itself_is_neither_believed_nor_waited_for(self, answers, monkeypatch):
@@ -313,20 +313,20 @@ class TestStrangers:
             writer.write(struct.pack("<Q", 64) + bytes(64))
 
         if not answers:
-            monkeypatch.setattr(lines, "HANDSHAKE_S", 0.05)
+            monkeypatch.setattr(connections, "HANDSHAKE_S", 0.05)
         server = await asyncio.start_server(impostor, LOCAL, 0)
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(LineEnded if answers else (LineEnded, TimeoutError)):
-            await connect(lines.LineAddress(LOCAL, port, bytes(32)))
+        with pytest.raises(ConnectionEnded if answers else (ConnectionEnded, TimeoutError)):
+            await connect(connections.ConnectionAddress(LOCAL, port, bytes(32)))
         server.close()
 
     async def test_strangers_are_few(self, monkeypatch):
-        monkeypatch.setattr(lines, "MAX_STRANGERS", 2)
-        _actor, server, line = await opened()
+        monkeypatch.setattr(connections, "MAX_STRANGERS", 2)
+        _actor, server, connection = await opened()
         address = server.address
         strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(2)]
         assert await spoken_to(server, []) == b""
-        assert await line.call("echo", (1,), {}) == 1
+        assert await connection.call("echo", (1,), {}) == 1
         strangers[0][1].close()
         await asyncio.sleep(0.05)
         other = await connect(address)
@@ -335,61 +335,61 @@ class TestStrangers:
 
 
 class TestEnds:
-    async def test_calls_that_are_not_answered_end_with_their_line(self):
-        _actor, _server, line = await opened()
-        answer = line.call("wait", (), {})
-        await cut(line)
-        with pytest.raises(LineEnded):
+    async def test_calls_that_are_not_answered_end_with_their_connection(self):
+        _actor, _server, connection = await opened()
+        answer = connection.call("wait", (), {})
+        await cut(connection)
+        with pytest.raises(ConnectionEnded):
             await answer
-        assert line.ended
-        with pytest.raises(LineEnded):
-            await line.call("echo", (1,), {})
+        assert connection.ended
+        with pytest.raises(ConnectionEnded):
+            await connection.call("echo", (1,), {})
 
-    async def test_a_call_goes_on_in_the_actor_when_its_line_ends(self):
-        actor, _server, line = await opened()
-        line.call("wait", (), {})
-        line.call("echo", (1,), {"after_s": 0.05})
+    async def test_a_call_goes_on_in_the_actor_when_its_connection_ends(self):
+        actor, _server, connection = await opened()
+        connection.call("wait", (), {})
+        connection.call("echo", (1,), {"after_s": 0.05})
         while len(actor.made) < 2:
             await asyncio.sleep(0.01)
-        await cut(line)
+        await cut(connection)
         ended = asyncio.all_tasks()
         actor.go.set()
         await asyncio.sleep(0.1)
         assert all(task.done() and not task.cancelled() for task in ended - {asyncio.current_task()})
 
-    async def test_the_end_of_the_actor_ends_the_line(self):
-        actor, _server, line = await opened()
-        answer = line.call("wait", (), {})
+    async def test_the_end_of_the_actor_ends_the_connection(self):
+        actor, _server, connection = await opened()
+        answer = connection.call("wait", (), {})
         while not actor.made:
             await asyncio.sleep(0.01)
-        answering = next(e for e in gc.get_objects() if isinstance(e, lines._Answering) and e._actor is actor)
+        answering = next(e for e in gc.get_objects() if isinstance(e, connections._Answering) and e._actor is actor)
         answering._transport.abort()
-        with pytest.raises(LineEnded):
+        with pytest.raises(ConnectionEnded):
             await answer
-        assert line.ended
+        assert connection.ended
 
-    async def test_a_line_that_nobody_holds_is_closed(self):
-        _actor, _server, line = await opened()
-        end = line._end
+    async def test_a_connection_that_nobody_holds_is_closed(self):
+        _actor, _server, connection = await opened()
+        end = connection._end
         gc.disable()
         try:
-            del line
+            del connection
             await asyncio.sleep(0.01)
         finally:
             gc.enable()
         assert end.ended
 
-    async def test_an_idle_line_is_closed(self, monkeypatch):
-        monkeypatch.setattr(lines, "IDLE_S", 0.1)
-        actor, _server, line = await opened()
-        answer = line.call("wait", (), {})
+    async def test_an_idle_connection_is_closed(self, monkeypatch):
+        monkeypatch.setattr(connections, "IDLE_S", 0.1)
+        actor, _server, connection = await opened()
+        answer = connection.call("wait", (), {})
         for _ in range(3):
             await asyncio.sleep(0.1)
-            assert not line.ended, "a call is in progress"
+            assert not connection.ended, "a call is in progress"
         actor.go.set()
         await answer
         await asyncio.sleep(0.4)
-        assert line.ended
+        assert connection.ended
 
 
 async def waiting():
@@ -403,13 +403,13 @@ async def waiting():
 
 
 class TestActorClient:
-    async def test_calls_go_over_one_line(self):
+    async def test_calls_go_over_one_connection(self):
         handle = Handle(Actor())
         client = client_of(handle)
         assert [await client.call(5, Actor.echo, i) for i in range(3)] == [0, 1, 2]
-        assert (handle.lines_asked, handle.through_ray) == (1, 0)
+        assert (handle.connections_asked, handle.through_ray) == (1, 0)
 
-    async def test_calls_begin_in_their_order_also_while_the_line_is_opened(self):
+    async def test_calls_begin_in_their_order_also_while_the_connection_is_opened(self):
         handle = Handle(Actor())
         handle.ask.clear()
         client = client_of(handle)
@@ -424,13 +424,13 @@ class TestActorClient:
         await asyncio.gather(*calls)
         assert handle.actor.made == list(range(number))
 
-    @pytest.mark.parametrize("address", [None, lines.LineAddress(LOCAL, 1, bytes(32))])
-    async def test_without_a_line_calls_go_through_ray(self, address, caplog):
-        handle = Handle(Actor(), has_line=address is not None, address=address)
+    @pytest.mark.parametrize("address", [None, connections.ConnectionAddress(LOCAL, 1, bytes(32))])
+    async def test_without_a_connection_calls_go_through_ray(self, address, caplog):
+        handle = Handle(Actor(), is_direct=address is not None, address=address)
         client = client_of(handle)
         with caplog.at_level(logging.WARNING):
             assert [await client.call(5, Actor.echo, i) for i in range(3)] == [0, 1, 2]
-        assert (handle.lines_asked, handle.through_ray) == (1, 3)
+        assert (handle.connections_asked, handle.through_ray) == (1, 3)
         assert len(caplog.messages) == (address is not None), "who cannot be reached is told once"
 
     async def test_a_deadline_names_the_call_and_the_process(self):
@@ -440,7 +440,7 @@ class TestActorClient:
         assert raised.value.process == client.process
         assert await client.call(5, Actor.echo, 1) == 1
 
-    async def test_a_deadline_holds_while_the_line_is_opened(self):
+    async def test_a_deadline_holds_while_the_connection_is_opened(self):
         handle = Handle(Actor())
         handle.ask.clear()
         began = time.monotonic()
@@ -480,21 +480,21 @@ class TestActorClient:
     async def test_of_a_process_that_died_ray_says_so(self):
         handle, client, call = await waiting()
         handle.dead = True
-        await cut(client._line._line)
+        await cut(client._connection._connection)
         with pytest.raises(ProcessDied, match="wait of actor 3"):
             await call
         with pytest.raises(ProcessDied, match="echo of actor 3"):
             await client.call(5, Actor.echo, 1)
 
-    async def test_a_process_that_lives_is_called_over_another_line(self):
+    async def test_a_process_that_lives_is_called_over_another_connection(self):
         handle, client, call = await waiting()
-        await cut(client._line._line)
+        await cut(client._connection._connection)
         with pytest.raises(DeadlineExceeded, match="may have done") as raised:
             await call
         assert raised.value.process == client.process
-        asked = handle.lines_asked
+        asked = handle.connections_asked
         assert await client.call(5, Actor.echo, 1) == 1
-        assert (handle.lines_asked, handle.through_ray) == (asked + 1, 0)
+        assert (handle.connections_asked, handle.through_ray) == (asked + 1, 0)
 
     async def test_an_opening_that_failed_is_tried_again(self):
         handle = Handle(Actor())
@@ -505,19 +505,19 @@ class TestActorClient:
         handle.dead = False
         assert await client.call(5, Actor.echo, 1) == 1
 
-    async def test_who_gets_a_client_opens_a_line_of_its_own(self):
+    async def test_who_gets_a_client_opens_a_connection_of_its_own(self):
         handle = Handle(Actor())
         client = client_of(handle)
         assert await client.call(5, Actor.echo, 1) == 1
-        other = copy.copy(client._line)  # as pickle does: the line itself cannot be written
-        assert other._line is None
+        other = copy.copy(client._connection)  # as pickle does: the connection itself cannot be written
+        assert other._connection is None
         assert await other.call(5, "echo", (2,), {}) == 2
-        assert handle.lines_asked == 2
+        assert handle.connections_asked == 2
         with pytest.raises(TypeError):
-            pickle.dumps(client._line._line)
+            pickle.dumps(client._connection._connection)
 
 
-async def test_a_collection_whose_line_broke_takes_nothing_of_the_next_channel():
+async def test_a_collection_whose_connection_broke_takes_nothing_of_the_next_channel():
     """The replica may still be waiting in it when the client is connected again."""
 
     class Outboxes(Actor):
@@ -545,6 +545,6 @@ async def test_a_collection_whose_line_broke_takes_nothing_of_the_next_channel()
     await orphan
 
 
-async def test_where_calls_must_be_encrypted_there_is_no_line(monkeypatch):
+async def test_where_calls_must_be_encrypted_there_is_no_connection(monkeypatch):
     monkeypatch.setenv("RAY_USE_TLS", "1")
-    assert await lines.HasLine().line() is None
+    assert await connections.HasConnections().connection() is None

@@ -13,7 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from asyncrl.config.load import load_recipe
 from asyncrl.driver.cluster.placement import words
-from asyncrl.driver.cluster.places import Places, reserved
+from asyncrl.driver.cluster.placement_groups import PlacementGroups, reserved
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, RunFailed
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -260,6 +260,6 @@ def test_where_there_is_one_place_no_group_is_made(monkeypatch):
     node = {"Alive": True, "NodeID": "here", "Resources": {"CPU": 2.0}}
     monkeypatch.setattr(ray, "nodes", lambda: [node])
     with reserved(load_recipe(QUICKSTART, [])) as places:
-        assert isinstance(places, Places)
+        assert isinstance(places, PlacementGroups)
         assert places.of_replica(0) is None
         assert asyncio.run(places.of_ranks(1)) == ["DEFAULT"]

@@ -64,7 +64,7 @@ class ConnectionLimits:
     stall_timeout_s: float = 60.0
 
 
-class ConnectionGuard:
+class ConnectionLimiter:
     """Counts refusals, logs each reason at most once a minute, and keeps the list of waiting connections.
 
     Args:
@@ -80,7 +80,7 @@ class ConnectionGuard:
     ) -> None:
         self.limits = limits
         self.counts: Counter[Reason] = Counter() if counts is None else counts
-        self.waiting: dict[GuardedProtocol, None] = {}
+        self.waiting: dict[LimitedProtocol, None] = {}
         """Connections without a request in progress, in the order in which they began to wait."""
         self.quiet = logging.Logger("uvicorn.error", logging.ERROR)
         """Logger of the connections: uvicorn's warnings concern clients, and are counted here instead."""
@@ -112,11 +112,11 @@ class ConnectionGuard:
         return True
 
 
-class GuardedConfig(uvicorn.Config):
-    def __init__(self, app: Any, guard: ConnectionGuard, *, grace_s: int) -> None:
+class LimitedConfig(uvicorn.Config):
+    def __init__(self, app: Any, limiter: ConnectionLimiter, *, grace_s: int) -> None:
         super().__init__(
             app,
-            http=GuardedProtocol,
+            http=LimitedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -125,19 +125,19 @@ class GuardedConfig(uvicorn.Config):
             backlog=BACKLOG,
             timeout_graceful_shutdown=grace_s,
         )
-        self.guard = guard
+        self.limiter = limiter
 
 
-class GuardedProtocol(H11Protocol):
-    """One connection under the limits of its server's guard."""
+class LimitedProtocol(H11Protocol):
+    """One connection under the limits of its server."""
 
-    def __init__(self, config: GuardedConfig, *args: Any, **options: Any) -> None:
+    def __init__(self, config: LimitedConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
-        self._guard = config.guard
+        self._limiter = config.limiter
         self._timers: dict[Reason, asyncio.TimerHandle] = {}
         self._served = self.app
         self.app = self._answer
-        self.logger = config.guard.quiet
+        self.logger = config.limiter.quiet
 
     # -- called by asyncio and uvicorn ---------------------------------------------------------------------------
 
@@ -148,8 +148,8 @@ class GuardedProtocol(H11Protocol):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(high=0)  # writing pauses until the client or the kernel has taken all bytes
         self._follow()
-        if len(self.connections) > self._guard.limits.max_connections:
-            self._guard.make_room()
+        if len(self.connections) > self._limiter.limits.max_connections:
+            self._limiter.make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
@@ -164,7 +164,7 @@ class GuardedProtocol(H11Protocol):
         self._follow()
 
     def send_400_response(self, msg: str) -> None:
-        self._guard.count("malformed")
+        self._limiter.count("malformed")
         try:
             super().send_400_response(msg)
         except LocalProtocolError:  # during an answer
@@ -185,7 +185,7 @@ class GuardedProtocol(H11Protocol):
     def drop(self, reason: Reason) -> None:
         """Closes the connection immediately, dropping unsent bytes."""
         self._forget()
-        self._guard.count(reason)
+        self._limiter.count(reason)
         self.transport.abort()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -195,25 +195,25 @@ class GuardedProtocol(H11Protocol):
             await send(message)
             await self.flow.drain()
 
-        timer = self.loop.call_later(self._guard.limits.response_timeout_s, self.drop, "deadline")
+        timer = self.loop.call_later(self._limiter.limits.response_timeout_s, self.drop, "deadline")
         try:
             await self._served(scope, receive, send_all)
         finally:
             timer.cancel()
 
     def _follow(self) -> None:
-        """Updates the guard's list of waiting connections. The timeout for a head runs while the connection waits."""
+        """Updates the limiter's list of waiting connections. The timeout for a head runs while the connection waits."""
         answered = self.cycle is not None and not self.cycle.response_complete
         if answered or self.flow.write_paused or self.transport.is_closing():
-            self._guard.waiting.pop(self, None)
+            self._limiter.waiting.pop(self, None)
             self._cancel("head")
-        elif self not in self._guard.waiting:
-            self._guard.waiting[self] = None
-            self._start("head", self._guard.limits.head_timeout_s, self.drop, "head")
+        elif self not in self._limiter.waiting:
+            self._limiter.waiting[self] = None
+            self._start("head", self._limiter.limits.head_timeout_s, self.drop, "head")
 
     def _expect_progress(self) -> None:
         left = self.transport.get_write_buffer_size()
-        self._start("stalled", self._guard.limits.stall_timeout_s, self._after_a_while, left)
+        self._start("stalled", self._limiter.limits.stall_timeout_s, self._after_a_while, left)
 
     def _after_a_while(self, left: int) -> None:
         if self.transport.get_write_buffer_size() < left:
@@ -229,7 +229,7 @@ class GuardedProtocol(H11Protocol):
             timer.cancel()
 
     def _forget(self) -> None:
-        self._guard.waiting.pop(self, None)
+        self._limiter.waiting.pop(self, None)
         for reason in tuple(self._timers):
             self._cancel(reason)
 

@@ -1,12 +1,12 @@
-"""Lines: direct TCP connections to actors for frequent calls. A call through Ray costs each side about 1 ms of CPU over
-several threads; a call over a line costs a tenth.
+"""TCP connections to actors for frequent calls. A call through Ray costs each side about 1 ms of CPU over several
+threads; a call over a connection costs a tenth.
 
-Ray still starts the actor, hands out the address of its line, and reports how a process ended after its line broke.
-Before anything is unpickled, both ends prove that they know the line's secret, which travels through Ray:
+Ray still starts the actor, hands out the address, and reports how a process ended after its connection broke.
+Before anything is unpickled, both ends prove that they know the connection's secret, which travels through Ray:
 
     client: its challenge -> actor: its challenge, its proof -> client: its proof -> client: CALL* / actor: ANSWER*
 
-Lines are not encrypted. If Ray's calls are (RAY_USE_TLS), no line is opened and calls go through Ray.
+Connections are not encrypted. If Ray's calls are (RAY_USE_TLS), no connection is opened and calls go through Ray.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HANDSHAKE_S = 10.0
 MAX_STRANGERS = 1024
 """Maximum of unauthenticated connections; further ones are closed."""
 IDLE_S = 60.0
-"""A line without calls is closed after IDLE_S to 2 * IDLE_S; the next call opens a new line."""
+"""A connection without calls is closed after IDLE_S to 2 * IDLE_S; the next call opens a new connection."""
 _LENGTH = _NUMBER = struct.Struct("<Q")
 _SIZE = 32
 """Bytes of a challenge, of a proof and of the secret."""
@@ -46,12 +46,12 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USE
 """Seconds (TCP_USER_TIMEOUT: ms): a machine that vanished silently counts as lost after 30 s."""
 
 
-class LineEnded(Exception):
+class ConnectionEnded(Exception):
     """The connection has ended. An unanswered call may have been executed."""
 
 
 @dataclass(frozen=True, slots=True)
-class LineAddress:
+class ConnectionAddress:
     """Where an actor listens, and the secret that authenticates both ends."""
 
     host: str
@@ -59,39 +59,39 @@ class LineAddress:
     secret: bytes = field(repr=False)
 
 
-class HasLine:
-    """An actor whose public methods can be called over a line too, in the same event loop as Ray's calls."""
+class HasConnections:
+    """An actor whose public methods can be called over a connection too, in the same event loop as Ray's calls."""
 
-    _opened: asyncio.Task[LineServer] | None = None
+    _opened: asyncio.Task[ConnectionServer] | None = None
 
-    async def line(self) -> LineAddress | None:
-        """Address of this actor's line; None if calls must be encrypted. Raises OSError: it cannot listen."""
+    async def connection(self) -> ConnectionAddress | None:
+        """Address of this actor's connection; None if calls must be encrypted. Raises OSError: it cannot listen."""
         if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
             return None
         if self._opened is None or (self._opened.done() and self._opened.exception() is not None):
             import ray  # here, so that actors can be imported without Ray
 
-            self._opened = asyncio.create_task(serve(self, ray.util.get_node_ip_address()), name="open the line")
+            self._opened = asyncio.create_task(serve(self, ray.util.get_node_ip_address()), name="open the connection")
         return (await asyncio.shield(self._opened)).address
 
 
 @dataclass(frozen=True, slots=True)
-class LineServer:
+class ConnectionServer:
     """A listening socket. Keep a reference: it closes with the last one, or with the event loop."""
 
-    address: LineAddress
+    address: ConnectionAddress
     server: asyncio.Server
 
 
-async def serve(actor: object, host: str) -> LineServer:
+async def serve(actor: object, host: str) -> ConnectionServer:
     """Answers calls of `actor`'s public methods on `host`. Raises OSError: it cannot listen there."""
     secret, strangers = secrets.token_bytes(_SIZE), set[_End]()
     server = await asyncio.get_running_loop().create_server(lambda: _Answering(actor, secret, strangers), host, 0)
-    return LineServer(LineAddress(host, server.sockets[0].getsockname()[1], secret), server)
+    return ConnectionServer(ConnectionAddress(host, server.sockets[0].getsockname()[1], secret), server)
 
 
-async def connect(address: LineAddress) -> Line:
-    """Raises OSError; TimeoutError; LineEnded: no actor with this secret."""
+async def connect(address: ConnectionAddress) -> Connection:
+    """Raises OSError; TimeoutError; ConnectionEnded: no actor with this secret."""
     loop, end = asyncio.get_running_loop(), _Calling(address.secret)
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -100,10 +100,10 @@ async def connect(address: LineAddress) -> Line:
     except BaseException:
         end.close()
         raise
-    return Line(end, loop)
+    return Connection(end, loop)
 
 
-class Line:
+class Connection:
     """A client's handle of a connection, which closes when the handle is garbage-collected."""
 
     def __init__(self, end: _Calling, loop: asyncio.AbstractEventLoop) -> None:
@@ -114,13 +114,13 @@ class Line:
     def ended(self) -> bool:
         return self._end.ended
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LineAnswer:
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingAnswer:
         """Calls a method of the actor. The answer raises the method's exception, with the remote traceback as its
-        `__cause__`, or LineEnded."""
-        return LineAnswer(self._end.call(method, args, kwargs))
+        `__cause__`, or ConnectionEnded."""
+        return PendingAnswer(self._end.call(method, args, kwargs))
 
 
-class LineAnswer:
+class PendingAnswer:
     """Awaitable result of a call. It can be awaited again after a wait was cancelled."""
 
     def __init__(self, future: asyncio.Future[Any]) -> None:
@@ -239,14 +239,14 @@ class _Calling(_End):
         why = "the other side closed it" if exc is None else f"{type(exc).__name__}: {exc}"
         for future in calls:
             if not future.done():
-                future.set_exception(LineEnded(why))
+                future.set_exception(ConnectionEnded(why))
                 future.exception()  # marks it as retrieved: the caller may have given up
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
         message = _packed(number := next(self._numbers), (method, args, kwargs))
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self.ended:
-            future.set_exception(LineEnded("the connection has ended"))
+            future.set_exception(ConnectionEnded("the connection has ended"))
         else:
             self._called, self._calls[number] = True, future
             self.send(message)

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.cluster.placement import Demand, Placement, place_run, words
 from asyncrl.errors import DeadlineExceeded, NoPlace, Process, RunFailed, explain
-from asyncrl.inference.replica_actor import ReplicaPlace
+from asyncrl.inference.replica_actor import ReplicaPlacement
 from asyncrl.remote.reply import reply_now
 from asyncrl.remote.waits import WAITS, Wait, replica
 
@@ -36,7 +36,7 @@ NODE_ID = "ray.io/node-id"
 """Node label that ties a bundle to a node."""
 
 
-class Places:
+class PlacementGroups:
     """The bundles of a run, by process, and the places of replicas that join it. Without a group (one node without
     GPUs) it owns nothing."""
 
@@ -50,7 +50,7 @@ class Places:
         """Groups of replicas that joined later."""
         self._lock = threading.Lock()
 
-    def of_replica(self, replica_id: int) -> ReplicaPlace | None:
+    def of_replica(self, replica_id: int) -> ReplicaPlacement | None:
         """The place of every process of this replica, including replacements; None: anywhere. A replica that joined
         later needs `ready` first."""
 
@@ -60,8 +60,8 @@ class Places:
         if self._group is None:
             return self._near(ready) if replica_id not in self._of_replica else None
         if (bundle := self._of_replica.get(replica_id)) is not None:
-            return ReplicaPlace(self._strategy(bundle), ready)
-        return ReplicaPlace(PlacementGroupSchedulingStrategy(self._own[replica_id], 0), ready)
+            return ReplicaPlacement(self._strategy(bundle), ready)
+        return ReplicaPlacement(PlacementGroupSchedulingStrategy(self._own[replica_id], 0), ready)
 
     async def ready(self, replica_id: int, timeout_s: float) -> None:
         """Returns once a node has room for this replica. For a replica that joins, requests its own group first; Ray's
@@ -153,10 +153,10 @@ class Places:
         found = {i for i, bundle in self._of_replica.items() if bundles.get(bundle) in nodes}
         return found | {i for i, group in list(self._own.items()) if _bundles(group).get(0) in nodes}
 
-    def _near(self, ready: Callable[[float], Awaitable[None]]) -> ReplicaPlace | None:
+    def _near(self, ready: Callable[[float], Awaitable[None]]) -> ReplicaPlacement | None:
         if self._only_node is None:
             return None
-        return ReplicaPlace(NodeAffinitySchedulingStrategy(self._only_node, soft=False), ready)
+        return ReplicaPlacement(NodeAffinitySchedulingStrategy(self._only_node, soft=False), ready)
 
     def _strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         assert self._group is not None
@@ -179,7 +179,7 @@ class Places:
 
 
 @contextlib.contextmanager
-def reserved(recipe: Recipe) -> Iterator[Places]:
+def reserved(recipe: Recipe) -> Iterator[PlacementGroups]:
     """The places of a run in the cluster that Ray has joined, given back at the end. Waits at most
     `ray.start_timeout_s`.
 
@@ -191,11 +191,11 @@ def reserved(recipe: Recipe) -> Iterator[Places]:
     placement = place_run(recipe, [int(node["Resources"].get("GPU", 0)) for node in nodes])
     only_node = nodes[0]["NodeID"] if Demand.of(recipe).one_node else None
     if len(nodes) == 1 and not any(bundle.gpus for bundle in placement.bundles):
-        yield Places(placement, None, only_node=only_node)
+        yield PlacementGroups(placement, None, only_node=only_node)
         return
     resources = [{"GPU": float(b.gpus)} if b.gpus else ON_CPU for b in placement.bundles]
     group = placement_group(resources, strategy=placement.strategy)
-    places = Places(placement, group, only_node=only_node)
+    places = PlacementGroups(placement, group, only_node=only_node)
     try:
         _await(places, group, recipe.ray.start_timeout_s)
         yield places
@@ -221,7 +221,7 @@ def _usable_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]} - ray_state.state.get_draining_nodes().keys()
 
 
-def _await(places: Places, group: PlacementGroup, timeout_s: float) -> None:
+def _await(places: PlacementGroups, group: PlacementGroup, timeout_s: float) -> None:
     """Returns once every bundle has a node. Raises DeadlineExceeded."""
     bundles = places.placement.bundles
     try:
