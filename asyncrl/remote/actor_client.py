@@ -33,7 +33,7 @@ class ActorClient(Generic[A]):
     `remote.reply.reply`."""
 
     def __init__(self, handle: ActorHandle, process: Process, *, is_direct: bool = False) -> None:
-        """`is_direct`: the actor is a `HasConnections`; calls go in order over a connection that the first one opens."""
+        """`is_direct`: the actor is a `HasConnections`; calls go in order over a connection, opened by the first."""
         self.handle = handle
         self.process = process
         self._connection = _ConnectionToActor(handle, process) if is_direct else None
