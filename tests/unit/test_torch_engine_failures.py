@@ -68,6 +68,16 @@ async def test_a_dead_thread_fails_everything_that_waits_for_it(engine, caplog):
     assert "the torch engine died" in caplog.text
 
 
+async def test_a_death_is_explained_before_the_event_loop_hears_of_it(engine):
+    client = Client(engine, make_request(max_tokens=100))
+    await client.first_tokens()
+    poison(engine)
+    engine._thread.join(10)  # holds the event loop
+    for call in (engine.pause("drain"), within(client.task)):
+        with pytest.raises(GenerationError, match="not finite"):
+            await call
+
+
 async def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
     engine = make_engine(tmp_path / "no-such-model")
     with pytest.raises(GenerationError, match="no-such-model"):

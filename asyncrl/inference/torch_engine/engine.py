@@ -281,8 +281,9 @@ class TorchEngine:
             decode.run()
         except Exception as error:
             logger.exception("the torch engine died")
-            failure = error  # `error` is unbound when the block ends
-            self._post(lambda: self._on_death(failure))
+            # Set here: whoever finds the thread dead before the event loop hears of it needs the reason.
+            self._failure = failure = error  # `error` is unbound when the block ends
+            self._post(lambda: self._fail_pending(f"{type(failure).__name__}: {failure}", failure))
 
     def _load(self) -> tuple[ModelRunner, DecodeLoop]:
         model = load_model(self._config, self._device, real_weights=self._real_weights, seed=self._seed)
@@ -328,10 +329,6 @@ class TorchEngine:
             answer = self._answers.get(ticket)
             if answer is not None and not answer.done():
                 answer.set_result(None)
-
-    def _on_death(self, error: Exception) -> None:
-        self._failure = error
-        self._fail_pending(f"{type(error).__name__}: {error}", error)
 
     def _fail_pending(self, found: str, cause: BaseException | None) -> None:
         """Ends every wait for the thread, each with a separate GenerationError."""
