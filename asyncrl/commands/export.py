@@ -26,7 +26,7 @@ from asyncrl.commands.convert import convert, new_directory, require_new
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import resolved
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.paths import check_place, is_hub_model
+from asyncrl.config.paths import check_path, is_hub_model
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import AsyncRLError, ConfigError, explain
 from asyncrl.json_records import from_plain
@@ -94,7 +94,7 @@ def export(
     import torch
 
     require_new(out)
-    check_place(model.path, f"the run of {found.directory} trained model.path")
+    check_path(model.path, f"the run of {found.directory} trained model.path")
     with new_directory(out) as directory:
         _write_description(model, directory, getattr(torch, dtype))
         return _write_weights(found, model, directory, getattr(torch, dtype), max_shard_bytes)

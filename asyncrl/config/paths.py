@@ -62,7 +62,7 @@ def is_hub_model(path: str) -> bool:
     return not is_place(path) and path.count("/") <= 1
 
 
-def check_place(path: str, key: str = "model.path") -> None:
+def check_path(path: str, key: str = "model.path") -> None:
     """Raises ConfigError: `path` is a local path without a directory; it is never looked up on the hub."""
     if is_hub_model(path) or _path(path).exists():
         return

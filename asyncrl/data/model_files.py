@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.paths import check_place
+from asyncrl.config.paths import check_path
 from asyncrl.errors import ConfigError, explain
 from asyncrl.types import ModelFacts
 
@@ -19,7 +19,7 @@ def check_model(path: str, key: str = "model.path") -> ModelFacts:
 
     Raises ConfigError naming `key`: a directory that does not exist or lacks its config, weights or tokenizer.
     """
-    check_place(path, key)
+    check_path(path, key)
     directory = Path(path).expanduser()
     asked = f"{key}={path}"
     if directory.is_dir():

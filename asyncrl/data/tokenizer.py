@@ -11,7 +11,7 @@ import jinja2
 import numpy as np
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.paths import check_place
+from asyncrl.config.paths import check_path
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.stop_strings import StopTexts
@@ -43,7 +43,7 @@ def vocabulary(path: str, *, revision: str | None = None, trust_remote_code: boo
 
 
 def _read(path: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    check_place(path)
+    check_path(path)
     try:
         return _tokenizer_class(path).from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

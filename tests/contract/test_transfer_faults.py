@@ -20,7 +20,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, WeightTransferError
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError
 from asyncrl.weights import object_store
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import make_manifest
@@ -207,6 +207,16 @@ def test_a_receiver_that_is_killed_between_publishes(group: Group) -> None:
     group.receivers[1].start()
     group.receivers[1].join(replace(group.source, receiver=1))
     group.publish(3)
+
+
+def test_the_sender_is_not_at_fault_for_a_receiver_that_is_killed_in_the_middle(group: Group, hold: Hold) -> None:
+    group.begin(Send(0, 1), {1: Trouble("layer.3", hold=hold)})
+    hold.reached()
+    group.receivers[1].kill()
+    require_error(group.sender.outcome(), "TransferEnded")
+    group.require_dropped([group.receivers[0].outcome()])
+    hold.release()
+    group.receivers[1].start()
 
 
 def test_a_receiver_that_stops_and_goes_on(group: Group, hold: Hold) -> None:
@@ -459,6 +469,7 @@ def test_a_broadcast_to_a_receiver_that_is_stopped_ends_when_the_sender_is_close
     finally:
         hold.release()
         stopped.resume()
+    assert isinstance(failures[0], TransferEnded)
     assert "closed meanwhile" in str(failures[0])
     assert stopped.outcome().error is not None
 

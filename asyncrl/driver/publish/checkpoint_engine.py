@@ -409,8 +409,9 @@ class CheckpointEngine:
             self._blame(publish, replica_id, replicas[replica_id], why, manifest)
         if isinstance(sent, BaseException):
             # Peers of a broken connection blame each other: only all of their reports show who came first.
-            ended = "; ".join(f"replica {i}: {o}" for i, o in received.items() if found.fates[i] == "again")
-            logger.error("publish of version %s, transfer %d: %s; %s", publish.version, publish.attempts, sent, ended)
+            ended = [f"replica {i}: {outcome}" for i, outcome in received.items() if found.fates[i] == "again"]
+            reports = "; ".join([str(sent), *ended])
+            logger.error("publish of version %s, transfer %d: %s", publish.version, publish.attempts, reports)
         if found.error is not None:
             raise found.error
         publish.retries += found.is_transient

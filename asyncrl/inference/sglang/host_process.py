@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl import errors
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.paths import check_place
+from asyncrl.config.paths import check_path
 from asyncrl.config.rollout import SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError, explain
 from asyncrl.inference.sglang.weight_channel import LOADER
@@ -49,7 +49,7 @@ def engine_arguments(
     model: ModelConfig, settings: SglangEngineConfig, *, load_real_weights: bool, seed: int, on_cpu: bool
 ) -> dict[str, Any]:
     """The keyword arguments of SGLang's Engine. Raises ConfigError: a missing directory."""
-    check_place(model.path)
+    check_path(model.path)
     arguments: dict[str, Any] = {
         "model_path": model.path,
         "revision": model.revision,

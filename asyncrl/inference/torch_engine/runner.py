@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.paths import check_place
+from asyncrl.config.paths import check_path
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.engines import unsupported_by_torch
@@ -32,7 +32,7 @@ def load_model(config: ModelConfig, device: torch.device, *, real_weights: bool,
     """
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-    check_place(config.path)
+    check_path(config.path)
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
     hub = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     kind = {"dtype": getattr(torch, config.inference_dtype), "attn_implementation": ATTENTION_NAME}

@@ -11,7 +11,7 @@ from multiprocessing import connection
 from typing import Any
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.paths import check_place
+from asyncrl.config.paths import check_path
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.cpu_time import yield_to_others
@@ -42,7 +42,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """The keyword arguments of AsyncEngineArgs. Raises ConfigError: a missing directory, or a quantisation that vLLM
     does not support here."""
-    check_place(model.path)
+    check_path(model.path)
     _check_quantization(model, settings, on_cpu=on_cpu)
     return {
         "model": model.path,

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.initialization import no_init_weights
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.paths import check_place
+from asyncrl.config.paths import check_path
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, VARLEN, register_packed_attention, varlen_kernel
@@ -51,7 +51,7 @@ def load_model(
         ConfigError: the model cannot be read, its heads do not divide over the ranks that share a row, or packing would
             break its architecture.
     """
-    check_place(model.path, key)
+    check_path(model.path, key)
     register_packed_attention()
     kind: Any = AutoModelForCausalLM if head else AutoModel
     hub = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}

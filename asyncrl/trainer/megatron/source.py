@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.paths import check_place
+from asyncrl.config.paths import check_path
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.megatron.names import Block, LocalTensor
 from asyncrl.trainer.megatron.sizes import ModelSizes
@@ -35,7 +35,7 @@ class PretrainedModel:
         from transformers import AutoConfig
 
         self._asked = f"train {key}={model.path}"
-        check_place(model.path, key)
+        check_path(model.path, key)
         try:
             config = AutoConfig.from_pretrained(
                 model.path, revision=model.revision, trust_remote_code=model.trust_remote_code

@@ -30,7 +30,7 @@ class InterruptibleSender:
     """A thread-safe `WeightSender`.
 
     A second `send` is refused while one is in progress. `close` and `open` end a send in progress with
-    WeightTransferError (at its next tensor or message, or at its deadline) and wait for its end.
+    TransferEnded (at its next tensor or message, or at its deadline) and wait for its end.
     """
 
     def __init__(self, sender: WeightSender) -> None:
