@@ -182,6 +182,7 @@ def test_a_cluster_that_is_not_there_is_asked_for_and_the_command_can_be_repeate
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "asked: to join the Ray cluster at auto\nfound: Could not find any running Ray instance" in log
     assert "ray start --head" in log
+    assert "RAY_AUTH_MODE=token" in log
     assert not (tmp_path / "run" / "config.json").exists()
 
 

@@ -121,7 +121,10 @@ def ray_cluster(
             except ConnectionError as error:
                 if address is None:
                     raise
-                do = "start Ray on the machines (ray start --head), or set ray.address=null for a Ray of this run's own"
+                do = (
+                    "start Ray on the machines (ray start --head), set RAY_AUTH_MODE=token if it was started with "
+                    "token authentication, or set ray.address=null for a Ray of this run's own"
+                )
                 found = str(error).partition("\n")[0]
                 raise ConfigError(explain(f"to join the Ray cluster at {address}", found, do)) from error
         yield Cluster(run_id, None if address else janitor.scratch)
