@@ -14,8 +14,8 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin slow each other down tenfold on few cores
 os.environ.setdefault("RAY_worker_niceness", "0")  # nicer ones starve beside the tests of the other process
 os.environ.pop("RAY_ADDRESS", None)  # the tests' clusters are their own
-# `ray.init` for a cluster of its own otherwise sets this to "token" for all that this process starts later, and a driver
-# with a token refuses the calls of a cluster without.
+# Otherwise `ray.init` for a cluster of its own sets this to "token" for everything that the process starts later, and a
+# driver with a token refuses the calls of a cluster without one.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 settings.register_profile("asyncrl", deadline=None, derandomize=True)  # the same examples each time; no time limit
 settings.register_profile("fuzz", deadline=None, print_blob=True)  # `make fuzz`: new examples each time
