@@ -34,6 +34,6 @@ def grpo_advantages(rewards: np.ndarray, *, sample: bool = False) -> np.ndarray:
         ValueError: not one-dimensional, empty, or not finite.
     """
     advantages = centred(rewards)
-    if not advantages.any():  # 0 / EPSILON is 0 too, but the spread of equal rewards may be rounded to less than that
+    if not advantages.any():  # the sample's spread of a single reward is not a number
         return advantages
     return advantages / (np.std(rewards, dtype=np.float64, ddof=int(sample)) + EPSILON)

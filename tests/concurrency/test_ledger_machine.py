@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from asyncrl.errors import LedgerError
 from asyncrl.json_records import from_plain
 from asyncrl.queue.ledger import Ledger, LedgerSnapshot
-from asyncrl.queue.staleness import StalenessPolicy
+from asyncrl.queue.staleness import Selection, StalenessPolicy
 from asyncrl.types import LedgerCounts, Ticket
 from tests.unit.test_staleness import is_feasible
 
@@ -449,3 +449,19 @@ def test_no_more_groups_are_admitted_than_the_run_trains():
     ledger = Ledger(StalenessPolicy(2, 3), max_groups=4)
     assert len(ledger.admit(100)) == 4
     assert ledger.admit(100) == []
+
+
+def test_a_rule_that_leaves_a_group_until_it_is_too_old_does_not_train_it():
+    class NewestFirst(StalenessPolicy):
+        def select(self, *, ready, **_):
+            return Selection((max(candidate.ordinal for candidate in ready),))
+
+    ledger = Ledger(NewestFirst(1, 1))
+    for step in range(2):
+        for ticket in ledger.admit(2):
+            ledger.put(ticket, ticket.version)
+        assert ledger.lease(step).chosen == (step + 1,)
+        ledger.commit(step)
+        ledger.published(step + 1)
+    with pytest.raises(LedgerError, match="group 0 would be trained with lag 2 > 1"):
+        ledger.lease(2)

@@ -91,11 +91,11 @@ def test_two_against_two():
     np.testing.assert_allclose(grpo_advantages(np.array([1.0, 0.0, 0.0, 1.0])), [1, -1, -1, 1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", RELATIVE)
+@pytest.mark.parametrize(("name", "std"), [*((name, "population") for name in RELATIVE), ("grpo", "sample")])
 @settings(deadline=None, max_examples=60)
 @given(reward=st.floats(0, 1e6), size=st.integers(1, 16))
-def test_equal_rewards_give_exactly_zero(name, reward, size):
-    advantage = build_advantage(name)
+def test_equal_rewards_give_exactly_zero(name, std, reward, size):
+    advantage = build_advantage(name, std)
     assert (advantage(np.full(size, reward)) == 0).all()
     assert (advantage(np.full(size, np.float32(reward))) == 0).all()
 
