@@ -10,26 +10,14 @@ Source: J. Liu, Y. Li et al., "When speed kills stability" (2025), geometric seq
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from asyncrl.algorithms.loss import LossInputs, bounded_ratio, sequence_means
-from asyncrl.algorithms.mismatch import Ratio, log_mismatch
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.algorithms.mismatch import Bounded, log_mismatch
 
 
-@dataclass(frozen=True, slots=True)
-class GeometricRejection:
-    """The `Correction` of this file. `ratio`: `algorithm.ratio`."""
-
-    low: float
-    high: float
-    ratio: Ratio
-
-    @classmethod
-    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> GeometricRejection:
-        return cls(*correction.bounds, config.ratio)
+class GeometricRejection(Bounded):
+    """The `Correction` of this file."""
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         log_ratio = log_mismatch(inputs, self.ratio)

@@ -10,26 +10,14 @@ Source: IcePop, Ring-1T (arXiv:2510.18855) sec. 3, "Small leak can sink a great 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from asyncrl.algorithms.loss import LossInputs
-from asyncrl.algorithms.mismatch import Ratio, kept_within
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.algorithms.mismatch import Bounded, kept_within
 
 
-@dataclass(frozen=True, slots=True)
-class IcePop:
-    """The `Correction` of this file. `ratio`: `algorithm.ratio`."""
-
-    low: float
-    high: float
-    ratio: Ratio
-
-    @classmethod
-    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> IcePop:
-        return cls(*correction.bounds, config.ratio)
+class IcePop(Bounded):
+    """The `Correction` of this file."""
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         return kept_within(inputs, self.ratio, self.low, self.high)

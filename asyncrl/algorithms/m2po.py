@@ -16,29 +16,19 @@ Source: M2PO, "Prosperity before collapse" (arXiv:2510.01161) sec. 4, there with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from asyncrl.algorithms.loss import AddUp, LossInputs
-from asyncrl.algorithms.mismatch import Ratio, log_mismatch
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.algorithms.mismatch import Bounded, log_mismatch
 
 NAME = "m2po"
 LARGEST = 0x7F7FFFFF
 """Bits of the largest finite float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class M2po:
-    """The `FittedCorrection` of this file. `high` bounds the mean, in squared nats. `ratio`: `algorithm.ratio`."""
-
-    high: float
-    ratio: Ratio
-
-    @classmethod
-    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> M2po:
-        return cls(correction.bounds[1], config.ratio)
+class M2po(Bounded):
+    """The `FittedCorrection` of this file. `high` bounds the mean, in squared nats."""
 
     def fit(self, microbatches: Sequence[LossInputs], add_up: AddUp) -> torch.Tensor:
         """[] float32: `cut`, below 0 where nothing can be kept. Collective.

@@ -9,25 +9,14 @@ Source: J. Liu, Y. Li et al., "When speed kills stability" (2025), token-level M
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from asyncrl.algorithms.loss import LossInputs
-from asyncrl.algorithms.mismatch import Ratio, kept_within
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.algorithms.mismatch import Bounded, kept_within
 
 
-@dataclass(frozen=True, slots=True)
-class MaskedIs:
-    """The `Correction` of this file. `ratio`: `algorithm.ratio`."""
-
-    high: float
-    ratio: Ratio
-
-    @classmethod
-    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> MaskedIs:
-        return cls(correction.bounds[1], config.ratio)
+class MaskedIs(Bounded):
+    """The `Correction` of this file."""
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return kept_within(inputs, self.ratio, 0.0, self.high)
+        return kept_within(inputs, self.ratio, self.low, self.high)

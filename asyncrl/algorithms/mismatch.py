@@ -11,15 +11,30 @@ m_t includes the lag of a token and the mismatch of engine and trainer (kernels,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self
 
 from asyncrl.algorithms.loss import LossInputs, bounded_ratio, masked, masked_log_ratio
+from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 
 if TYPE_CHECKING:
     import torch
 
 Ratio = Literal["behavior", "proximal"]
 """The values of algorithm.ratio."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """The settings of a correction. `low`: 0 for a correction without a lower bound. `ratio`: `algorithm.ratio`."""
+
+    low: float
+    high: float
+    ratio: Ratio
+
+    @classmethod
+    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> Self:
+        return cls(*correction.bounds, config.ratio)
 
 
 def log_mismatch(inputs: LossInputs, ratio: Ratio) -> torch.Tensor:

@@ -11,24 +11,14 @@ Source: DeepSeek-V3.2 (arXiv:2512.02556) sec. 3.1, off-policy sequence masking.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from asyncrl.algorithms.loss import LossInputs, masked, sequence_means
-from asyncrl.algorithms.mismatch import log_mismatch
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.algorithms.mismatch import Bounded, log_mismatch
 
 
-@dataclass(frozen=True, slots=True)
-class OffPolicyMask:
+class OffPolicyMask(Bounded):
     """The `Correction` of this file: the threshold in nats per token."""
-
-    high: float
-
-    @classmethod
-    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> OffPolicyMask:
-        return cls(correction.bounds[1])
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         left = -sequence_means(log_mismatch(inputs, "behavior"), inputs.mask, inputs.sequences)

@@ -10,24 +10,14 @@ Source: J. Liu, Y. Li et al., "When speed kills stability" (2025), sequence-leve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from asyncrl.algorithms.loss import LossInputs, bounded_ratio, masked, sequence_sums
-from asyncrl.algorithms.mismatch import log_mismatch
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.algorithms.mismatch import Bounded, log_mismatch
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceTruncatedIs:
+class SequenceTruncatedIs(Bounded):
     """The `Correction` of this file: weights are at most `high`."""
-
-    high: float
-
-    @classmethod
-    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> SequenceTruncatedIs:
-        return cls(correction.bounds[1])
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         whole = sequence_sums(log_mismatch(inputs, "proximal"), inputs.mask, inputs.sequences)

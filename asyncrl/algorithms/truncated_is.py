@@ -10,24 +10,14 @@ decoupled PPO: AReaL (arXiv:2505.24298) eq. 5, there without the bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from asyncrl.algorithms.loss import LossInputs, bounded_ratio, masked
-from asyncrl.algorithms.mismatch import log_mismatch
-from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from asyncrl.algorithms.mismatch import Bounded, log_mismatch
 
 
-@dataclass(frozen=True, slots=True)
-class TruncatedIs:
+class TruncatedIs(Bounded):
     """The `Correction` of this file: weights are at most `high`."""
-
-    high: float
-
-    @classmethod
-    def of(cls, correction: CorrectionConfig, config: AlgorithmConfig) -> TruncatedIs:
-        return cls(correction.bounds[1])
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
         weight = bounded_ratio(log_mismatch(inputs, "proximal"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge
 
 from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
-from asyncrl.config.checks import check_ranges, require
+from asyncrl.config.checks import require, section
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ else:
     AdvantageName, LossName, CorrectionName = (Literal[tuple(known)] for known in (ADVANTAGES, LOSSES, CORRECTIONS))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("algorithm.gae.")
 class GaeConfig:
     gamma: Share = 1.0
     """Discount per token; also of advantage reinforce_plus_plus."""
@@ -26,11 +26,8 @@ class GaeConfig:
     whiten: bool = True
     """Shift and scale advantages to mean 0 and spread 1 over all tokens of an update."""
 
-    def __post_init__(self) -> None:
-        check_ranges("algorithm.gae.", self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("algorithm.critic.")
 class CriticConfig:
     path: str | None = None
     """Directory or hub name of the model that the critic starts from, which must have the policy's vocabulary; its
@@ -44,11 +41,8 @@ class CriticConfig:
     max_grad_norm: NonNegative = 1.0
     """Gradients of the critic are scaled down to this global norm; 0 switches clipping off."""
 
-    def __post_init__(self) -> None:
-        check_ranges("algorithm.critic.", self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("algorithm.distillation.")
 class DistillationConfig:
     coefficient: NonNegative = 0.0
     """Weight of the reverse KL to the teacher (section `teacher` of the recipe); 1 is usual, 0: no distillation. With
@@ -58,7 +52,6 @@ class DistillationConfig:
     teacher's top_k likeliest tokens and all others as one, as a term of the loss; 32 to 128 is usual."""
 
     def __post_init__(self) -> None:
-        check_ranges("algorithm.distillation.", self)
         require(
             self.top_k == 0 or self.coefficient > 0,
             asked=f"algorithm.distillation.top_k={self.top_k} with algorithm.distillation.coefficient=0",
@@ -72,18 +65,15 @@ class DistillationConfig:
         return ("teacher_logprobs",) * (self.coefficient > 0) + ("top_ids", "top_logprobs") * (self.top_k > 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("algorithm.sapo.")
 class SapoConfig:
     temperature_positive: Positive = 1.0
     """How fast the soft gate closes for tokens with positive advantage."""
     temperature_negative: Positive = 1.05
     """The same for negative advantage."""
 
-    def __post_init__(self) -> None:
-        check_ranges("algorithm.sapo.", self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("algorithm.dppo.")
 class DppoConfig:
     divergence: Literal["tv", "kl"] = "tv"
     """Divergence between the policy and the one that sampled, over two outcomes: the sampled token, or any other. tv:
@@ -95,9 +85,6 @@ class DppoConfig:
     """The same for positive advantage and a probability that has risen. None: as for low."""
     max_ratio: Annotated[float, Ge(1)] = 20.0
     """The weight of a token is at most this."""
-
-    def __post_init__(self) -> None:
-        check_ranges("algorithm.dppo.", self)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -168,7 +155,7 @@ class CorrectionConfig:
         return self.normalize or CORRECTIONS[self.name].is_fitted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("algorithm.kl.")
 class KlConfig:
     coefficient: NonNegative = 0.0
     """Weight of the divergence from the reference model; 0 loads no reference."""
@@ -184,7 +171,6 @@ class KlConfig:
     """Directory or hub name of the reference model, which must have the policy's vocabulary; None takes model.path."""
 
     def __post_init__(self) -> None:
-        check_ranges("algorithm.kl.", self)
         require(
             self.coefficient > 0 or self.path is None,
             asked=f"algorithm.kl.path={self.path} with algorithm.kl.coefficient=0",
@@ -213,7 +199,7 @@ class KlConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("algorithm.overlong.")
 class OverlongConfig:
     mask_truncated: bool = False
     """Trajectories that were cut off at their token limit count in the group's rewards but are not trained."""
@@ -225,11 +211,8 @@ class OverlongConfig:
     """Reward that a response of full length loses. DAPO takes half the difference between the rewards of a right and a
     wrong response: 0.5 where these are 1 and 0, 1 where they are 1 and -1."""
 
-    def __post_init__(self) -> None:
-        check_ranges("algorithm.overlong.", self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("algorithm.")
 class AlgorithmConfig:
     preset: str | None = None
     """Name of a file in configs/algorithms (dapo, grpo, dr_grpo, gspo, cispo, ppo, ...); keys that the recipe sets
@@ -293,7 +276,6 @@ class AlgorithmConfig:
     """Number of last ended groups over which the fraction is computed."""
 
     def __post_init__(self) -> None:
-        check_ranges("algorithm.", self)
         advantage = ADVANTAGES[self.advantage]
         require(
             self.group_std == "population" or advantage.has_group_std,

@@ -1,21 +1,42 @@
 """The checks that config sections share; each raises ConfigError with a message of `explain`.
 
-The range of a field is an annotation of the field (`asyncrl/ranges.py`). `check_ranges` checks all fields of a section.
+The range of a field is an annotation of the field (`asyncrl/ranges.py`). `section` has all fields of a section checked.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
 from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import bounds_of, in_range, is_finite, range_in_words
+
+T = TypeVar("T")
 
 
 def require(condition: bool, *, asked: str, found: str, do: str) -> None:
     if not condition:
         raise ConfigError(explain(asked, found, do))
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def section(prefix: str) -> Callable[[type[T]], type[T]]:
+    """Makes a class a frozen dataclass. `check_ranges` comes before its own `__post_init__`, which may rely on it."""
+
+    def made(schema: type[T]) -> type[T]:
+        check_more = getattr(schema, "__post_init__", lambda self: None)
+
+        def check(self: T) -> None:
+            check_ranges(prefix, self)
+            check_more(self)
+
+        schema.__post_init__ = check  # type: ignore[attr-defined]
+        return dataclass(frozen=True, slots=True, kw_only=True)(schema)
+
+    return made
 
 
 def check_ranges(prefix: str, section: Any) -> None:

@@ -1,24 +1,21 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from asyncrl.config.checks import check_ranges, require
+from asyncrl.config.checks import require, section
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("data.mixture.")
 class SourceConfig:
     path: str = "???"
     """As data.train."""
     weight: Positive = 1.0
     """Share of the prompts, relative to the other sources."""
 
-    def __post_init__(self) -> None:
-        check_ranges("data.mixture.", self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("data.curriculum.")
 class CurriculumConfig:
     key: str = ""
     """Number in the rows' extra_info that says how easy a row is, such as pass_rate (`asyncrl-eval --rows` writes it).
@@ -33,7 +30,6 @@ class CurriculumConfig:
     """Rows with a larger number are dropped and counted."""
 
     def __post_init__(self) -> None:
-        check_ranges("data.curriculum.", self)
         require(
             self.min <= self.max,
             asked=f"data.curriculum.min={self.min} and max={self.max}",
@@ -42,7 +38,7 @@ class CurriculumConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("data.")
 class DataConfig:
     train: str = ""
     """JSONL or parquet file, a directory of one of them, or a hub name (`org/name` or `org/name/config`, with
@@ -67,6 +63,3 @@ class DataConfig:
     """Longest prompt after the chat template, in tokens."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """A longer prompt: error stops the run before it starts; drop leaves the row out and counts it."""
-
-    def __post_init__(self) -> None:
-        check_ranges("data.", self)

@@ -1,18 +1,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
 from asyncrl.config.checks import (
-    check_ranges,
     require,
     require_at_most_one,
     require_one_group,
     require_stop_text,
     require_url,
+    section,
 )
 from asyncrl.ranges import Positive, PositiveInt
 
@@ -20,7 +20,7 @@ JUDGES = ("gymnasium", "openenv", "verifiers")
 """Environments that give the reward themselves; their recipes set `reward.function=zero`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.tool_use.mcp.")
 class McpServerConfig:
     command: list[str] = field(default_factory=list)
     """Command line of a server that speaks on standard input and output. Each rollouter starts one."""
@@ -36,7 +36,6 @@ class McpServerConfig:
     """Longest time until it lists its tools."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.tool_use.mcp.", self)
         require(
             bool(self.command) != bool(self.url),
             asked=f"rollout.tool_use.mcp with command={self.command} and url={self.url}",
@@ -46,7 +45,7 @@ class McpServerConfig:
         require_url("rollout.tool_use.mcp.url", self.url)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.tool_use.")
 class ToolUseConfig:
     tools: list[str] = field(default_factory=lambda: ["calculator"])
     """Names from asyncrl.environments.tools (calculator, python, search), or custom `package.module:Name`."""
@@ -73,7 +72,6 @@ class ToolUseConfig:
     """Run the tool python even if the machine lacks Landlock or seccomp (docs/rewards.md)."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.tool_use.", self)
         require(
             bool(self.tools or self.mcp),
             asked="rollout.tool_use.tools=[]",
@@ -88,7 +86,7 @@ class ToolUseConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.interleaved_tool_use.")
 class InterleavedConfig:
     open: str = "<tool>"
     """Text that opens a call. Between it and the closing text: JSON with name and arguments; with one tool also its
@@ -110,7 +108,6 @@ class InterleavedConfig:
     """The reward judges the text after the last result, or the whole response including results."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.interleaved_tool_use.", self)
         for name, text in (("open", self.open), ("close", self.close)):
             require_stop_text(f"rollout.interleaved_tool_use.{name}", text)
 
@@ -125,7 +122,7 @@ class InterleavedConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.agent.")
 class AgentConfig:
     function: str = ""
     """For environment agent: `package.module:function`, async, called with the address of an OpenAI endpoint, the key
@@ -152,7 +149,6 @@ class AgentConfig:
     `http://HOST:PORT/v1` of the address that it listens on."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.agent.", self)
         require_at_most_one("rollout.agent", function=self.function, command=self.command)
         plain = re.sub(r"\{(host|port)\}", "1", self.advertise)
         require(
@@ -163,7 +159,7 @@ class AgentConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.gymnasium.")
 class GymnasiumConfig:
     id: str = ""
     """For environment gymnasium: an id that gymnasium.make knows, or `module:id` to import the module that registers it
@@ -192,13 +188,12 @@ class GymnasiumConfig:
     """Longest time for one reset or step; the process is then killed, and the attempts of its environments fail."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.gymnasium.", self)
         require_at_most_one("rollout.gymnasium", id=self.id, factory=self.factory)
         if self.action_pattern:
             require_one_group("rollout.gymnasium.action_pattern", self.action_pattern)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.openenv.")
 class OpenEnvConfig:
     url: str = ""
     """For environment openenv: address of a server, `http://HOST:PORT`."""
@@ -222,11 +217,10 @@ class OpenEnvConfig:
     """Longest time for one reset or step; after it the attempt fails."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.openenv.", self)
         require_url("rollout.openenv.url", self.url, schemes=("http", "https", "ws", "wss"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.verifiers.")
 class VerifiersConfig:
     env: dict[str, Any] = field(default_factory=dict)
     """For environment verifiers: the `[env]` section of its config, such as `{taskset: {id: NAME}}`."""
@@ -235,6 +229,3 @@ class VerifiersConfig:
     max_turns: PositiveInt = 32
     """Requests of all agents of an episode together; further ones are refused. rollout.agent.host, port and advertise
     say where the endpoint listens, and tool_use.parser and max_trajectory_tokens apply too."""
-
-    def __post_init__(self) -> None:
-        check_ranges("rollout.verifiers.", self)

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from asyncrl.config.checks import check_ranges, require, require_temperature
+from asyncrl.config.checks import require, require_temperature, section
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("eval.")
 class EvalConfig:
     every_steps: NonNegativeInt = 0
     """Optimizer steps between held-out evaluations; also before the first step and after the last. 0: none."""
@@ -25,7 +25,6 @@ class EvalConfig:
     """Longest time for the evaluation of one held-out set."""
 
     def __post_init__(self) -> None:
-        check_ranges("eval.", self)
         require_temperature("eval.temperature", self.temperature)
         require(
             all(1 <= k <= self.samples for k in self.pass_at),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import check_ranges, require
+from asyncrl.config.checks import require, section
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.ranges import Positive, PositiveInt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.remote.")
 class RemoteEngineConfig:
     urls: list[str] = field(default_factory=list)
     """Addresses of running servers of vLLM or SGLang, such as http://10.0.0.5:8000. Each is one replica:
@@ -40,7 +40,6 @@ class RemoteEngineConfig:
     immediately."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.remote.", self)
         for url in self.urls:
             require(
                 _is_address(url),

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import check_ranges, require, require_one_group, require_url
+from asyncrl.config.checks import require, require_one_group, require_url, section
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
 _END_S = 3.0
 """Longest time to kill a program after its timeout."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("reward.code.")
 class CodeRewardConfig:
     """Limits of one run of the policy's program. It has no network and no access to other files."""
 
@@ -31,11 +31,8 @@ class CodeRewardConfig:
     allow_basic_sandbox: bool = False
     """Run programs even if the machine lacks Landlock or seccomp (docs/rewards.md)."""
 
-    def __post_init__(self) -> None:
-        check_ranges("reward.code.", self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("reward.remote.")
 class RemoteRewardConfig:
     """A reward model behind HTTP: it gets a JSON object with response and row, and answers with a JSON object."""
 
@@ -49,7 +46,6 @@ class RemoteRewardConfig:
     """Pause before the first retry; it doubles each time."""
 
     def __post_init__(self) -> None:
-        check_ranges("reward.remote.", self)
         require_url("reward.remote.url", self.url)
 
 
@@ -78,7 +74,7 @@ class GroupRewardConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("reward.judge.")
 class JudgeConfig:
     """Reward of a judge: the model of section `judge`. It is added to the reward of each response."""
 
@@ -143,7 +139,7 @@ class JudgeConfig:
         return dict(self.answers) or ({"yes": 1.0, "no": 0.0} if self.read == "expected" else {})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("reward.")
 class RewardConfig:
     function: str = "math"
     """A name from asyncrl.rewards, or custom `package.module:function`, which may be async."""
@@ -168,7 +164,6 @@ class RewardConfig:
     """A reward that another model gives."""
 
     def __post_init__(self) -> None:
-        check_ranges("reward.", self)
         for name, weight in self.parts.items():
             require(
                 math.isfinite(weight),

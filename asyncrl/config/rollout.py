@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import check_ranges, require, require_device, require_stop_text, require_temperature
+from asyncrl.config.checks import require, require_device, require_stop_text, require_temperature, section
 from asyncrl.config.environments import (
     AgentConfig,
     GymnasiumConfig,
@@ -21,7 +21,7 @@ from asyncrl.config.trainer import TrainerConfig
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt, PositiveShare, Share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.sampling.")
 class SamplingConfig:
     temperature: float = 1.0
     """0 is greedy."""
@@ -41,7 +41,6 @@ class SamplingConfig:
     completes a text; later tokens are dropped. A special token, such as `<|eot_id|>`, ends it only as a token."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.sampling.", self)
         for text in self.stop:
             require_stop_text("rollout.sampling.stop", text)
         require_temperature("rollout.sampling.temperature", self.temperature)
@@ -87,7 +86,7 @@ def _check_gpu_share(section: str, config: VllmEngineConfig | SglangEngineConfig
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.torch.")
 class TorchEngineConfig:
     num_slots: PositiveInt = 64
     """Requests that one replica decodes concurrently; more wait in its queue."""
@@ -104,7 +103,6 @@ class TorchEngineConfig:
     """CPU threads of one replica. More pay off for models larger than the caches."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.torch.", self)
         require_device("rollout.torch.device", self.device)
 
     @property
@@ -143,7 +141,7 @@ OWN_ENGINE_ARGS = frozenset([
 `spec...`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.vllm.")
 class VllmEngineConfig:
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one replica."""
@@ -189,7 +187,6 @@ class VllmEngineConfig:
     enable_expert_parallel."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.vllm.", self)
         _check_gpu_share("rollout.vllm", self, "gpu_memory_utilization")
         own = sorted(n for n in self.engine_args if n in OWN_ENGINE_ARGS or n.startswith(("data_parallel", "spec")))
         require(
@@ -247,7 +244,7 @@ OWN_SERVER_ARGS = frozenset([
 """Arguments of SGLang that the adapter sets, or that it does not work with, as with all names in `speculative...`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.sglang.")
 class SglangEngineConfig:
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one replica."""
@@ -285,7 +282,6 @@ class SglangEngineConfig:
     """Other arguments of SGLang's ServerArgs, by their names in Python, such as attention_backend or ep_size."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.sglang.", self)
         _check_gpu_share("rollout.sglang", self, "mem_fraction_static")
         own = sorted(name for name in self.server_args if name in OWN_SERVER_ARGS or name.startswith("speculative"))
         require(
@@ -321,7 +317,7 @@ class SglangEngineConfig:
 EngineConfig = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig | RemoteEngineConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.")
 class RolloutConfig:
     num_replicas: PositiveInt = 2
     """Copies of the policy that generate; one Ray actor each. Their places are reserved for the whole run."""
@@ -389,7 +385,6 @@ class RolloutConfig:
     serves about 200 replicas with 64 requests each; if there are more rollouters than replicas, they share replicas."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.", self)
         if self.environment == "interleaved_tool_use":
             self.interleaved_tool_use.require_apart(self.sampling.stop)
         if self.engine == "remote":

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from asyncrl.config.checks import check_ranges, require
+from asyncrl.config.checks import require, section
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("run.")
 class RunSection:
     name: str | None = None
     """Name of the run; None takes the recipe's file name."""
@@ -21,7 +21,6 @@ class RunSection:
     """Longest time that an interrupted run waits for the step in progress before it abandons that step."""
 
     def __post_init__(self) -> None:
-        check_ranges("run.", self)
         require(
             self.name is None or re.fullmatch(r"(?!\.)[^/\\\x00-\x1f]{1,60}", self.name) is not None,
             asked=f"run.name={self.name!r}",
@@ -30,7 +29,7 @@ class RunSection:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("ray.")
 class RayConfig:
     address: str | None = None
     """auto or host:port joins a running cluster, as does RAY_ADDRESS. Without either the run starts and ends a local
@@ -51,7 +50,6 @@ class RayConfig:
     take precedence over those of the machine, but not over what asyncrl or an engine sets for a kind of process."""
 
     def __post_init__(self) -> None:
-        check_ranges("ray.", self)
         for name in self.env:
             require(
                 re.fullmatch(r"(?!ASYNCRL_|RAY_)[A-Za-z_][A-Za-z0-9_]*", name) is not None,
@@ -61,7 +59,7 @@ class RayConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("batch.")
 class BatchConfig:
     groups_per_step: PositiveInt = 16
     """Prompt groups that one step trains."""
@@ -73,7 +71,6 @@ class BatchConfig:
     """Passes of a step over its groups."""
 
     def __post_init__(self) -> None:
-        check_ranges("batch.", self)
         require(
             1 <= self.num_minibatches <= self.groups_per_step,
             asked=f"batch.num_minibatches={self.num_minibatches} of batch.groups_per_step={self.groups_per_step}",
@@ -82,7 +79,7 @@ class BatchConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("checkpoint.")
 class CheckpointConfig:
     every_steps: NonNegativeInt = 20
     """Optimizer steps between checkpoints; one is always written at the end. 0 writes only that one."""
@@ -96,14 +93,11 @@ class CheckpointConfig:
     max_failures: NonNegativeInt = 2
     """Failed checkpoints in a row (full disk, for example) that the run tolerates; one more stops it."""
 
-    def __post_init__(self) -> None:
-        check_ranges("checkpoint.", self)
-
 
 SINKS = ("wandb", "tensorboard")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("observability.")
 class ObservabilityConfig:
     sinks: list[str] = field(default_factory=list)
     """Metric sinks besides metrics.jsonl: wandb, tensorboard."""
@@ -118,7 +112,6 @@ class ObservabilityConfig:
     """Live progress on a terminal; otherwise one line a step."""
 
     def __post_init__(self) -> None:
-        check_ranges("observability.", self)
         unknown = sorted(set(self.sinks) - set(SINKS))
         require(
             not unknown,
@@ -131,7 +124,7 @@ class ObservabilityConfig:
 LEAST_REPLICA_RESTARTS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("recovery.")
 class RecoveryConfig:
     max_replica_restarts: NonNegativeInt | None = None
     """Replacements of replicas (they died or got wrong weights) allowed within window_s; one more stops the run. None:
@@ -147,9 +140,6 @@ class RecoveryConfig:
     stall_timeout_s: Positive | None = None
     """Without any progress for this long, the run writes the stacks of all processes and stops. None: twice the longest
     wait that the recipe allows. A smaller value may stop a run that waits for one long response."""
-
-    def __post_init__(self) -> None:
-        check_ranges("recovery.", self)
 
     def replica_restarts(self, num_replicas: int) -> int:
         """`max_replica_restarts`, set or derived."""

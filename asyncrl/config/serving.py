@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Lt
 
-from asyncrl.config.checks import check_ranges, require
+from asyncrl.config.checks import require, section
 from asyncrl.ranges import Positive, PositiveInt, PositiveShare
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("rollout.serve.")
 class ServeSection:
     enabled: bool = False
     """Serve the newest published weights while they are trained; docs/serving.md says how."""
@@ -33,7 +32,6 @@ class ServeSection:
     """Clients' requests answered or waiting at the same time; more get status 429."""
 
     def __post_init__(self) -> None:
-        check_ranges("rollout.serve.", self)
         require(
             self.wait_timeout_s <= self.request_timeout_s,
             asked=f"rollout.serve.wait_timeout_s={self.wait_timeout_s:g}",
@@ -52,7 +50,7 @@ def check_key(key: str | None, *, asked: str, do: str) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("--")
 class ServingConfig:
     """Settings of `asyncrl-serve`, except its replicas."""
 
@@ -80,7 +78,6 @@ class ServingConfig:
     """Seconds between two health checks of every replica, and between two writes of the discovery file."""
 
     def __post_init__(self) -> None:
-        check_ranges("--", self)
         check_key(
             self.api_key,
             asked="--api-key, or ASYNCRL_API_KEY",

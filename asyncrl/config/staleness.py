@@ -1,15 +1,15 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from asyncrl.config.checks import check_ranges
+from asyncrl.config.checks import section
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt, PositiveShare
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("staleness.guard_rules.")
 class GuardConfig:
     min_effective_samples: Annotated[float, Ge(0), Lt(1)] = 0.5
     """A step whose `train/effective_samples` is below this share is too far off-policy. 0.5 is where sequential Monte
@@ -34,11 +34,8 @@ class GuardConfig:
     """Raised corrections have this share of their bounds' distance from the neutral point: 1 for a ratio, 0 for a
     divergence."""
 
-    def __post_init__(self) -> None:
-        check_ranges("staleness.guard_rules.", self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("staleness.")
 class StalenessConfig:
     max_lag: NonNegativeInt = 2
     """Limit on the lag of every trained token, in optimizer steps. Read in mode fully_async; sync has 0, one_step_off
@@ -61,6 +58,3 @@ class StalenessConfig:
     """When the guard acts, and how fast it relaxes."""
     overdue_timeout_s: Positive = 600.0
     """Longest wait for the groups of one step, or for a drain before a publish; then the run ends with an error."""
-
-    def __post_init__(self) -> None:
-        check_ranges("staleness.", self)

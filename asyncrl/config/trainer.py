@@ -7,11 +7,11 @@ from typing import Annotated, Literal, TypeVar
 
 from annotated_types import Ge, Lt
 
-from asyncrl.config.checks import check_ranges, require, require_device
+from asyncrl.config.checks import require, require_device, section
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("trainer.fsdp.")
 class FsdpConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of forward and backward, and dtype of frozen weights (a reference, the base of adapters). Trained
@@ -50,7 +50,7 @@ class FsdpConfig:
     attention=auto may take another one (bfloat16 on GPUs), groups are not kept together for it: set one of the two."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("trainer.megatron.")
 class MegatronConfig:
     tensor_parallel: PositiveInt = 1
     """Ranks that split each matrix. It divides the heads and the feed-forward width."""
@@ -81,7 +81,6 @@ class MegatronConfig:
         return self.tensor_parallel if self.expert_tensor_parallel is None else self.expert_tensor_parallel
 
     def __post_init__(self) -> None:
-        check_ranges("trainer.megatron.", self)
         require(
             self.chunks_per_stage == 1 or self.pipeline_parallel > 1,
             asked=f"trainer.megatron.chunks_per_stage={self.chunks_per_stage}",
@@ -90,7 +89,7 @@ class MegatronConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("trainer.lora.")
 class LoraConfig:
     rank: NonNegativeInt = 0
     """Rank of the adapters; 0 trains all weights."""
@@ -103,7 +102,6 @@ class LoraConfig:
     experts of a mixture and their router are not linear layers and get none."""
 
     def __post_init__(self) -> None:
-        check_ranges("trainer.lora.", self)
         require(
             bool(self.target_modules),
             asked="trainer.lora.target_modules=[]",
@@ -112,7 +110,7 @@ class LoraConfig:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("trainer.")
 class TrainerConfig:
     num_ranks: PositiveInt = 1
     """Ranks, one process each. Backend fsdp: each, or each fsdp.context_parallel of them, has micro-batches of its own.
@@ -182,7 +180,6 @@ class TrainerConfig:
         return Layout(self.num_ranks, megatron.tensor_parallel, megatron.context_parallel, megatron.pipeline_parallel)
 
     def __post_init__(self) -> None:
-        check_ranges("trainer.", self)
         if self.backend == "megatron":
             self._check_megatron()
         else:

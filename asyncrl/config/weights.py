@@ -1,15 +1,14 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import check_ranges
+from asyncrl.config.checks import section
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section("weights.")
 class WeightsConfig:
     transport: Literal["ipc", "collective", "disk"] = "ipc"
     """ipc: same node, shared memory or GPU memory. collective: torch.distributed broadcast (nccl on GPU, gloo on CPU).
@@ -48,6 +47,3 @@ class WeightsConfig:
     """Longest time for sending all weights once."""
     publish_timeout_s: Positive = 300.0
     """Longest time for a whole publish, retries included."""
-
-    def __post_init__(self) -> None:
-        check_ranges("weights.", self)

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 ParserName = Literal["hermes", "json", "tagged"]

@@ -7,8 +7,8 @@ Importing the package imports no environment, since tool processes import it and
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.environments.custom import make_custom, require_environment
@@ -18,61 +18,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from asyncrl.config.recipe import Recipe
+    from asyncrl.config.rollout import RolloutConfig
     from asyncrl.data.chat import Chat
     from asyncrl.data.tool_calls import ToolPrompt
     from asyncrl.environments.environment import Environment, Managed, Session, Task
 
 
-def _single_turn(recipe: Recipe, chat: Chat) -> Environment:
-    from asyncrl.environments.environment import SingleTurn
-
-    return SingleTurn()
-
-
-def _tool_use(recipe: Recipe, chat: Chat) -> Environment:
-    from asyncrl.environments.tool_use import ToolUse
-
-    return ToolUse(recipe, chat)
-
-
-def _interleaved_tool_use(recipe: Recipe, chat: Chat) -> Environment:
-    from asyncrl.environments.interleaved_tool_use import InterleavedToolUse
-
-    return InterleavedToolUse(recipe)
-
-
-def _agent(recipe: Recipe, chat: Chat) -> Environment:
-    from asyncrl.environments.agent import AgentEnvironment
-
-    return AgentEnvironment(recipe, chat)
-
-
-def _gymnasium(recipe: Recipe, chat: Chat) -> Environment:
-    from asyncrl.environments.gymnasium_environment import GymnasiumEnvironment
-
-    return GymnasiumEnvironment(recipe)
-
-
-def _openenv(recipe: Recipe, chat: Chat) -> Environment:
-    from asyncrl.environments.openenv_environment import OpenEnvEnvironment
-
-    return OpenEnvEnvironment(recipe)
-
-
-def _verifiers(recipe: Recipe, chat: Chat) -> Environment:
-    from asyncrl.environments.verifiers_environment import VerifiersEnvironment
-
-    return VerifiersEnvironment(recipe, chat)
+def _named(path: str) -> Any:
+    """`module:Name` of this package, imported when it is needed: the packages behind some are optional."""
+    return resolve_name(f"{__name__}.{path}")
 
 
 ENVIRONMENTS: dict[str, Callable[[Recipe, Chat], Environment]] = {
-    "single_turn": _single_turn,
-    "tool_use": _tool_use,
-    "interleaved_tool_use": _interleaved_tool_use,
-    "agent": _agent,
-    "gymnasium": _gymnasium,
-    "openenv": _openenv,
-    "verifiers": _verifiers,
+    "single_turn": lambda recipe, chat: _named("environment:SingleTurn")(),
+    "tool_use": lambda recipe, chat: _named("tool_use:ToolUse")(recipe, chat),
+    "interleaved_tool_use": lambda recipe, chat: _named("interleaved_tool_use:InterleavedToolUse")(recipe),
+    "agent": lambda recipe, chat: _named("agent:AgentEnvironment")(recipe, chat),
+    "gymnasium": lambda recipe, chat: _named("gymnasium_environment:GymnasiumEnvironment")(recipe),
+    "openenv": lambda recipe, chat: _named("openenv_environment:OpenEnvEnvironment")(recipe),
+    "verifiers": lambda recipe, chat: _named("verifiers_environment:VerifiersEnvironment")(recipe, chat),
+}
+
+_CHECKS: dict[str, Callable[[RolloutConfig], object]] = {
+    "tool_use": lambda rollout: _named("toolbox:check_tools")(rollout.tool_use),
+    "interleaved_tool_use": lambda rollout: _named("toolbox:check_tools")(rollout.tool_use),
+    "agent": lambda rollout: _named("agent:load_agent")(rollout.agent),
+    "gymnasium": lambda rollout: _named("gymnasium_environment:check_gymnasium")(rollout.gymnasium),
+    "openenv": lambda rollout: _named("openenv_environment:check_openenv")(rollout.openenv),
+    "verifiers": lambda rollout: _named("verifiers_environment:load_checked")(rollout.verifiers),
 }
 
 
@@ -91,33 +64,14 @@ def check_environment(recipe: Recipe) -> None:
     """Raises ConfigError as `build_environment`, and for a missing package; needs no tokenizer."""
     name = recipe.rollout.environment
     made: Any = resolve("rollout.environment", name, ENVIRONMENTS)
-    # Each check is imported only if its environment is named: the packages behind them are optional.
-    if name in ("tool_use", "interleaved_tool_use"):
-        from asyncrl.environments.toolbox import check_tools
-
-        check_tools(recipe.rollout.tool_use)
-    elif name == "agent":
-        from asyncrl.environments.agent import load_agent
-
-        load_agent(recipe.rollout.agent)
-    elif name == "gymnasium":
-        from asyncrl.environments.gymnasium_environment import check_gymnasium
-
-        check_gymnasium(recipe.rollout.gymnasium)
-    elif name == "openenv":
-        from asyncrl.environments.openenv_environment import check_openenv
-
-        check_openenv(recipe.rollout.openenv)
-    elif name == "verifiers":
-        from asyncrl.environments.verifiers_environment import load_checked
-
-        load_checked(recipe.rollout.verifiers)
+    if name in _CHECKS:
+        _CHECKS[name](recipe.rollout)
     elif name not in ENVIRONMENTS:
         _custom(name, made)
 
 
 def _custom(name: str, made: Callable[[], Any]) -> Environment:
-    built = make_custom("rollout.environment", name, made)
+    built = make_custom(f"rollout.environment={name}", made)
     require_environment(name, built)
     return built
 
@@ -145,17 +99,4 @@ _HOMES = {"Chat": "asyncrl.data.chat"} | dict.fromkeys(
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-__all__ = [
-    "ENVIRONMENTS",
-    "Chat",
-    "Environment",
-    "Managed",
-    "Session",
-    "Task",
-    "build_environment",
-    "check_environment",
-    "prompt_tools",
-]
+    return resolve_name(f"{_HOMES[name]}:{name}")

@@ -62,7 +62,6 @@ class AgentProgram:
 
         Raises ProcessDied: the program cannot be started, exited with a code other than 0, or left a process outside
         its group that holds its output open.
-        group that holds its output open.
         """
         async with self._places:
             process = await self._started(base_url, api_key)

@@ -157,9 +157,9 @@ class AgentSession:
         chat = self._session.chat
         try:
             if node is None:
-                prompt_ids = chat.prompt(_for_template(request.messages), self._tools(request))
+                prompt_ids = chat.prompt(with_names(request.messages), self._tools(request))
                 return Conversation(prompt_ids), len(prompt_ids)
-            new = _for_template(request.messages)[len(node.messages) :]
+            new = with_names(request.messages)[len(node.messages) :]
             conversation = node.conversation.fork()
             conversation.add_environment(chat.next_turn(node.last.token_ids, new))
             return conversation, node.prompt_tokens
@@ -199,7 +199,3 @@ def _same(kept: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:
         and kept.get("tool_calls", []) == sent.get("tool_calls", [])
         and kept.get("tool_call_id") == sent.get("tool_call_id")
     )
-
-
-def _for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return with_names(messages)

@@ -17,16 +17,16 @@ from asyncrl.config.checks import require
 from asyncrl.errors import ConfigError, explain
 
 
-def make_custom(key: str, name: str, made: Callable[[], Any]) -> Any:
-    """The result of calling `package.module:Name`. Raises ConfigError for any error of the call."""
+def make_custom(
+    asked: str, made: Callable[[], Any], do: str = "name a class that can be called without arguments"
+) -> Any:
+    """The result of calling what others wrote. Raises ConfigError for any error of the call."""
     try:
         return made()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a class may call sys.exit
-        found = f"making it raised {type(error).__name__}: {error}"
-        do = "name a class that can be called without arguments"
-        raise ConfigError(explain(f"{key}={name}", found, do)) from error
+        raise ConfigError(explain(asked, f"making it raised {type(error).__name__}: {error}", do)) from error
 
 
 def require_environment(name: str, built: Any) -> None:

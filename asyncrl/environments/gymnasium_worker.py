@@ -13,9 +13,11 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.environments import GymnasiumConfig
+from asyncrl.environments.custom import make_custom
 from asyncrl.environments.observation import MAX_TEXT_CHARS, EnvironmentReply, last_choice, last_match
 from asyncrl.errors import ConfigError, GenerationError, explain
 from asyncrl.registry import resolve
@@ -49,16 +51,11 @@ def make_checked(config: GymnasiumConfig) -> gymnasium.Env[Any, Any]:
     from gymnasium import spaces
 
     asked = f"rollout.gymnasium.{f'factory={config.factory}' if config.factory else f'id={config.id}'}"
-    make: Callable[..., Any] = lambda **kwargs: gymnasium.make(config.id, **kwargs)  # noqa: E731 - one of two makers
+    make: Callable[..., Any] = partial(gymnasium.make, config.id)
     if config.factory:
         make = resolve("rollout.gymnasium.factory", config.factory, {})
-    try:
-        made = make(**config.kwargs)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # user code may raise anything
-        do = "correct the id, the factory or rollout.gymnasium.kwargs"
-        raise ConfigError(explain(asked, f"making it raised {type(error).__name__}: {error}", do)) from error
+    do = "correct the id, the factory or rollout.gymnasium.kwargs"
+    made = make_custom(asked, lambda: make(**config.kwargs), do)
     if not isinstance(made, gymnasium.Env):
         found = f"it gives a {type(made).__name__}, no gymnasium.Env"
         raise ConfigError(explain(asked, found, "return a gymnasium.Env"))

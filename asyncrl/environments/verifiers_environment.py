@@ -17,7 +17,7 @@ from asyncrl.data.chat import Chat
 from asyncrl.environments.agent import AgentEndpoint
 from asyncrl.environments.agent_server import KEY_HEADER, MODEL
 from asyncrl.environments.agent_session import TurnLimit
-from asyncrl.environments.custom import require_package_of
+from asyncrl.environments.custom import make_custom, require_package_of
 from asyncrl.environments.environment import Session, Task
 from asyncrl.environments.episode import setting_of
 from asyncrl.errors import ConfigError, DataError, GenerationError, ProcessDied, explain
@@ -40,12 +40,7 @@ def load_checked(config: VerifiersConfig) -> vf.Env[Any]:
 
     asked = f"rollout.verifiers.env={config.env}"
     do = "write what `[env]` has in a config of verifiers, such as {taskset: {id: NAME}}; install its package"
-    try:
-        return load_environment(resolve_env_config(dict(config.env)))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # user code and pydantic may raise anything
-        raise ConfigError(explain(asked, f"loading it raised {type(error).__name__}: {error}", do)) from error
+    return make_custom(asked, lambda: load_environment(resolve_env_config(dict(config.env))), do)
 
 
 class VerifiersEnvironment:

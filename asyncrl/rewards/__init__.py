@@ -103,6 +103,3 @@ def _build(key: str, name: str, config: RewardConfig) -> RewardFunction:
         why = f"it cannot be called with a response and a row: {error}"
         raise ConfigError(explain(f"{key}={name}", why, f"name a function {_SIGNATURE}")) from error
     return CustomReward(name, found)
-
-
-__all__ = ["REWARDS", "CustomReward", "RewardFunction", "RewardResult", "WeightedSum", "build_reward", "check_rows"]

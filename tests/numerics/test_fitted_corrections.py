@@ -90,7 +90,7 @@ def test_the_cut_drops_the_fewest_tokens_that_suffice(values, high):
     )
     inputs = t.torch()
     exact = (inputs.logprobs.detach() - inputs.behavior_logprobs).square().float().double().numpy()
-    correction = M2po(high, "behavior")
+    correction = M2po(0.0, high, "behavior")
     found = replace(inputs, fitted={"m2po": correction.fit([inputs], alone)})
     factor, touched = correction(found)
     expected = fewest_dropped(exact, high) if values else np.zeros(1, bool)
@@ -104,7 +104,7 @@ def test_the_mean_of_what_m2po_keeps_is_at_most_its_bound(ratio):
     before = t.logprobs if ratio == "behavior" else t.old_logprobs
     distance = ((before - t.behavior_logprobs) ** 2)[t.mask]
     assert distance.mean() > 0.2
-    correction, inputs = M2po(0.04, ratio), t.torch()
+    correction, inputs = M2po(0.0, 0.04, ratio), t.torch()
     kept = correction(replace(inputs, fitted={"m2po": correction.fit([inputs], alone)}))[0].numpy()[t.mask] > 0
     assert distance[kept].mean() <= 0.04
     assert distance[~kept].min() > distance[kept].max()
@@ -115,7 +115,7 @@ def test_the_mean_of_what_m2po_keeps_is_at_most_its_bound(ratio):
 @pytest.mark.parametrize("high", [0.04, 1e-12, 1e6])
 def test_m2po_is_the_same_for_every_packing_and_number_of_ranks(ratio, high):
     t = draw(2)
-    correction = M2po(high, ratio)
+    correction = M2po(0.0, high, ratio)
     expected = float(correction.fit([t.torch()], alone))
     for seed, ranks in enumerate((1, 2, 3, 3)):
         assert [float(cut) for cut in on_ranks(correction, cuts(t, seed, ranks))] == [expected] * ranks

@@ -82,6 +82,8 @@ def test_a_publish_is_due_every_so_many_steps_and_at_the_end():
         ("staleness.max_lag=-1", "at least 0", "set staleness.max_lag to a finite number that is at least 0"),
         ("staleness.publish_every_steps=4", "max_lag is 2", "at most 3"),
         ("rollout.sampling.top_p=0", "above 0 and at most 1", "top_p to a finite number"),
+        ("trainer.fsdp.context_parallel=0", "must be at least 1", "context_parallel to a finite number"),
+        ("reward.judge.max_tokens=0", "must be at least 1", "max_tokens to a finite number"),
         ("rollout.torch.max_model_len=159", "max_model_len=159", "raise rollout.torch.max_model_len to 160"),
         ("trainer.max_tokens_per_microbatch=100", "never split", "to 160"),
         ("observability.sinks=[wanbd]", "unknown sinks", "choose from"),

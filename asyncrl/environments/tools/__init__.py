@@ -30,8 +30,7 @@ def build_tools(config: ToolUseConfig) -> tuple[Tool, ...]:
     tools: list[Tool] = []
     for name in config.tools:
         made: Any = resolve("rollout.tool_use.tools", name, TOOLS)
-        key = "rollout.tool_use.tools"
-        tool: Tool = made(config) if name in TOOLS else make_custom(key, name, made)
+        tool: Tool = made(config) if name in TOOLS else make_custom(f"rollout.tool_use.tools={name}", made)
         _require_tool(name, tool)
         if tool.name in {t.name for t in tools}:
             do = "name each tool once"
