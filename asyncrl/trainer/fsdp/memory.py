@@ -11,17 +11,12 @@ from collections.abc import Mapping
 from math import prod
 
 from asyncrl.config.trainer import LoraConfig, TrainerConfig
-from asyncrl.trainer.model_tensors import EMBEDDING, NORM, OUTPUT, RankMemory, Shape, layer_of
+from asyncrl.trainer.model_tensors import EMBEDDING, NORM, OUTPUT, RankMemory, Shape, layer_of, logits_per_chunk
 
 _FLOAT32, _MOMENTS = 4, 8
 _BYTES = {"float32": 4, "bfloat16": 2}
 _HEAD = 128
 """Size of an attention head in most models, for models whose tensors do not show it (no norms of heads)."""
-
-
-def logits_per_chunk(device: str) -> int:
-    """Entries of one block of logits: 1 GiB in float32 on GPUs, where products need many rows; 256 MiB on CPUs."""
-    return 1 << 26 if device == "cpu" else 1 << 28
 
 
 def rank_memory(
