@@ -118,7 +118,7 @@ def test_a_random_state_of_another_kind_of_device_is_left_out(models, tmp_path, 
     backend = build(models / "plain")
     train(backend)
     backend.capture()
-    captured = backend._captured
+    _, captured = backend._captures._captured
     captured["rng.0"] = torch.cat([captured["rng.0"], torch.zeros(16, dtype=torch.uint8)])
     backend.save(tmp_path / "trainer")
     other = build(models / "plain")
