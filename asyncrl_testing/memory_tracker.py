@@ -18,12 +18,12 @@ from transformers.initialization import no_init_weights
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
 from asyncrl.trainer.fsdp.context import ContextRanks, RowPart
-from asyncrl.trainer.fsdp.memory import logits_per_chunk
 from asyncrl.trainer.fsdp.model import shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
-from asyncrl.trainer.fsdp.token_logprobs import LogitRules
+from asyncrl.trainer.model_tensors import logits_per_chunk
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
+from asyncrl.trainer.token_logprobs import LogitRules
 
 SEQUENCES = 4
 """Of a micro-batch, equally long."""

@@ -187,7 +187,6 @@ def export_rows(path: str, size: str, rounds: int, root: Path) -> tuple[list[str
             f"| {size} | {layout} | {megabytes:.0f} | {own * 1e3:.0f} | {bare * 1e3:.0f} ({way}) | {bare / own:.2f} |"
         )
         announced = memory_of(spec_of(path, "megatron", layout).trainer, tensors, critic=False, reference=False)
-        assert announced is not None
         for rank, found in enumerate(ranks):
             held = announced[rank % len(announced)]
             extra = found["peak"] - found["kept"]

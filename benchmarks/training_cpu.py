@@ -40,10 +40,10 @@ from asyncrl.config.threads import local_cores
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.trainer.backend import TrainBackend
 from asyncrl.trainer.backends import build_backend
-from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
 from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.step import batch
+from asyncrl.trainer.token_logprobs import LogitRules, token_logprobs
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths, RankPlan, Segment, Trajectory, TrajectoryKey
 from asyncrl_testing.random_model import write_random_qwen3

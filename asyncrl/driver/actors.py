@@ -216,7 +216,7 @@ class Actors:
 
     def _new_server(self) -> ServerKeeper:
         # Imported here: FastAPI is slow to import, and few runs serve.
-        from asyncrl.driver.fleet.server_keeper import RunServerTimes, ServerKeeper
+        from asyncrl.driver.fleet.server_keeper import ServerKeeper
         from asyncrl.serving.run_server import RunServer, RunServerSpec
 
         run, recipe, recovery = self._spec, self._recipe, self._recipe.recovery
@@ -233,7 +233,7 @@ class Actors:
             self.replicas.forget_client,
             port=recipe.rollout.serve.port,
             budget=RestartBudget(recovery.max_restarts, recovery.window_s),
-            times=RunServerTimes(recipe.ray.start_timeout_s, recipe.ray.health_interval_s, recipe.ray.health_timeout_s),
+            times=recipe.ray,
             discovery_file=file,
         )
 

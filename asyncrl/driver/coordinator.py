@@ -83,7 +83,8 @@ class Coordinator:
         self._recipe = recipe
         self._parts = parts
         self._start_from = start_from
-        self._step = 0
+        self.step = 0
+        """`global_steps`: optimizer steps completed."""
         self._clock = StepClock(elapsed_s)
         self._writer = CheckpointWriter(
             recipe.checkpoint,
@@ -120,11 +121,6 @@ class Coordinator:
         """Lease of the next step if it came with the commit; that step is then in progress."""
         self._recording: asyncio.Task[None] | None = None
         """Assembles the metrics of the last step while the next one trains."""
-
-    @property
-    def step(self) -> int:
-        """`global_steps`: optimizer steps completed."""
-        return self._step
 
     @property
     def elapsed_s(self) -> float:
@@ -178,7 +174,7 @@ class Coordinator:
             if not training.done():
                 raise DeadlineExceeded(
                     explain(
-                        f"stop after step {self._step + 1}",
+                        f"stop after step {self.step + 1}",
                         f"the step did not end within {self._recipe.run.shutdown_timeout_s:g} s",
                         "resume=auto goes on from the last checkpoint; raise run.shutdown_timeout_s to wait longer",
                     )
@@ -209,12 +205,12 @@ class Coordinator:
         parts = self._parts
         await self._resume(self._start_from)
         # The checkpoint is the truth now: later steps of the same directory are cut off or set aside.
-        parts.metrics.truncate_after(self._step)
-        parts.checkpoints.set_aside_after(self._step)
-        await self._publisher.publish(self._step)
+        parts.metrics.truncate_after(self.step)
+        parts.checkpoints.set_aside_after(self.step)
+        await self._publisher.publish(self.step)
         self._publisher.take()  # it belongs to no step
         self._restored.set()
-        self._initial = await self._evaluations.before_training() if self._step == 0 else {}
+        self._initial = await self._evaluations.before_training() if self.step == 0 else {}
         started = await parts.replicas.stats()
         self._clock.mark(started)
         self._turns.take_metrics(started)  # the start belongs to no step
@@ -222,7 +218,7 @@ class Coordinator:
         while self._ahead is not None or self._goes_on:
             if not await self._one_step():
                 break
-            if self._saves_after(self._step):
+            if self._saves_after(self.step):
                 await self._publisher.settle()
                 with self._clock.time.during(Metric.TRAINER_CHECKPOINT):
                     await self._writer.save(self._state())
@@ -233,7 +229,7 @@ class Coordinator:
 
     @property
     def _goes_on(self) -> bool:
-        return self._step < self._recipe.run.max_steps and not (self._stop.is_set() or self._guard.has_stopped)
+        return self.step < self._recipe.run.max_steps and not (self._stop.is_set() or self._guard.has_stopped)
 
     def _saves_after(self, step: int) -> bool:
         every = self._recipe.checkpoint.every_steps
@@ -247,7 +243,7 @@ class Coordinator:
         trains.
         """
         recipe, parts = self._recipe, self._parts
-        done = self._step + 1  # `global_steps` after this step: also the number of the next one
+        done = self.step + 1  # `global_steps` after this step: also the number of the next one
         manifest, self._ahead, waited_s = self._ahead, None, 0.0
         # Phase 1: lease.
         self._clock.start()
@@ -258,7 +254,7 @@ class Coordinator:
                 return False
             waited_s = self._clock.lap()
             self._clock.time.move(manifest.overdue_wait_s, Metric.TRAINER_GROUPS, Metric.TRAINER_OVERDUE)
-        await self._turns.take(self._step)
+        await self._turns.take(self.step)
         self._clock.start()  # the engines' time to fall asleep is not part of the optimizer step
         # Phase 2: train. The groups are leased until the commit: a crash in between trains them again from the
         # checkpoint.
@@ -290,30 +286,30 @@ class Coordinator:
         is_beside = publishes and recipe.overlaps_publish and not last
         committed, stats = await self._commit(copies=is_beside, leases_next=self._leases_ahead())
         self._ahead = committed.lease
-        self._step = done
-        parts.saw("step", self._step)
+        self.step = done
+        parts.saw("step", self.step)
         ended = _EndedStep(manifest, metrics, train_s, waited_s, committed.counts, committed.shares, stats)
         # Phase 5: publish, during training or before the next step.
         if is_beside:
-            self._publisher.begin(self._step)
+            self._publisher.begin(self.step)
         elif publishes:
             if recipe.empties_queue:
                 with self._clock.time.during(Metric.TRAINER_GROUPS):
                     ended.waited_s += await self._drain()
                 ended.stats = await parts.replicas.stats()
-            if not self._stop.is_set() and self._publisher.version != self._step:  # a catch-up may have published it
-                ended.counts, ended.stats = await self._publisher.publish(self._step, ended.stats)
+            if not self._stop.is_set() and self._publisher.version != self.step:  # a catch-up may have published it
+                ended.counts, ended.stats = await self._publisher.publish(self.step, ended.stats)
         # Phase 6: metrics. If the next step is leased already, it trains while they are written.
         ended.publishes = self._publisher.take()
         if self._ahead is None:
             await self._record(ended)
         else:
-            self._recording = asyncio.create_task(self._record(ended), name=f"metrics of step {self._step}")
+            self._recording = asyncio.create_task(self._record(ended), name=f"metrics of step {self.step}")
         return True
 
     def _leases_ahead(self) -> bool:
         """True if the next step follows the commit immediately: no evaluation, save or guard acts in between."""
-        recipe, step = self._recipe, self._step + 1
+        recipe, step = self._recipe, self.step + 1
         waits = self._saves_after(step) or self._evaluations.acts_after(step) or self._guard.state is not None
         return recipe.overlaps_publish and step < recipe.run.max_steps and not (waits or self._stop.is_set())
 
@@ -321,7 +317,7 @@ class Coordinator:
         """Commits the trained step. `copies`: the trainer concurrently copies its weights. Returns the statistics of
         the replicas only if training waits for publishes; otherwise it would wait for the slowest replica."""
         parts = self._parts
-        committing = parts.queue.call(CALL_TIMEOUT_S, MessageQueue.commit, self._step, leases_next=leases_next)
+        committing = parts.queue.call(CALL_TIMEOUT_S, MessageQueue.commit, self.step, leases_next=leases_next)
         if not self._recipe.overlaps_publish:
             return await asyncio.gather(committing, parts.replicas.stats())
         if not copies:
@@ -333,7 +329,7 @@ class Coordinator:
     async def _record(self, ended: _EndedStep) -> None:
         """Writes the step's line of metrics, after the guard and the evaluations have seen it. During training neither
         has anything to do."""
-        recipe, parts, step = self._recipe, self._parts, self._step
+        recipe, parts, step = self._recipe, self._parts, self.step
         record = StepRecord(step, max_lag=recipe.max_lag, keeps_cache=recipe.interrupt == "keep")
         record.of_batch(ended.manifest)
         record.of_training(ended.metrics, ended.train_s)
@@ -350,13 +346,9 @@ class Coordinator:
         # An evaluation takes time and tokens: statistics from before it are outdated.
         if stats is None or evaluated:
             stats = await parts.replicas.stats()
-        for name, value in (*guarded.items(), *evaluated.items()):
-            record.add(name, value)
-        for name in _INITIAL.keys() & self._initial.keys():
-            record.add(_INITIAL[name], self._initial[name])
-        self._initial = {}
-        for name, value in self._turns.take_metrics(stats).items():
-            record.add(name, value)
+        initial, self._initial = self._initial, {}
+        record.values |= guarded | evaluated | {_INITIAL[name]: initial[name] for name in _INITIAL.keys() & initial}
+        record.values |= self._turns.take_metrics(stats)
         record.of_time(self._clock, stats, ended.waited_s)
         record.of_server(parts.server(), self._clock)
         record.of_processes(stats, self._health)
@@ -376,19 +368,19 @@ class Coordinator:
     async def _lease(self) -> LeaseManifest | None:
         deadline = time.monotonic() + self._recipe.staleness.overdue_timeout_s
         while not self._stop.is_set():
-            answer = await self._parts.queue.call(POLL_TIMEOUT_S, MessageQueue.lease, self._step, POLL_S)
+            answer = await self._parts.queue.call(POLL_TIMEOUT_S, MessageQueue.lease, self.step, POLL_S)
             if isinstance(answer, LeaseManifest):
                 return answer
             self._parts.saw("queue", answer.counts)
             # Newcomers without weights generate nothing: publish to them while the lease waits.
             self._publisher.check()
             if self._parts.replicas.newcomers:
-                await self._publisher.catch_up(self._step)
+                await self._publisher.catch_up(self.step)
             if time.monotonic() > deadline:
                 what = f"{answer.missing} groups short" if answer.missing else f"{answer.overdue} overdue groups"
                 raise DeadlineExceeded(
                     explain(
-                        f"the groups of step {self._step + 1}",
+                        f"the groups of step {self.step + 1}",
                         f"after {self._recipe.staleness.overdue_timeout_s:g} s still {what}; {answer.counts}",
                         "see events.jsonl for what the running groups wait for, or raise staleness.overdue_timeout_s",
                     )
@@ -404,12 +396,12 @@ class Coordinator:
         started, queue = time.monotonic(), self._parts.queue
         while not self._stop.is_set() and not await queue.call(POLL_TIMEOUT_S, MessageQueue.wait_idle, POLL_S):
             if self._parts.replicas.newcomers and not self._parts.replicas.serving:
-                await self._publisher.catch_up(self._step)
+                await self._publisher.catch_up(self.step)
                 break
             if time.monotonic() - started > self._recipe.staleness.overdue_timeout_s:
                 raise DeadlineExceeded(
                     explain(
-                        f"drain before the publish of version {self._step}",
+                        f"drain before the publish of version {self.step}",
                         f"groups were still running after {self._recipe.staleness.overdue_timeout_s:g} s: "
                         f"{await queue.call(CALL_TIMEOUT_S, MessageQueue.counts)}",
                         "raise staleness.overdue_timeout_s or shorten rollout.request_timeout_s",
@@ -419,8 +411,8 @@ class Coordinator:
 
     async def _catch_up_evaluation(self) -> None:
         """Publishes to newcomers during an evaluation; a new version only if no replica could answer otherwise."""
-        if self._publisher.version == self._step or not self._parts.replicas.serving:
-            await self._publisher.catch_up(self._step)
+        if self._publisher.version == self.step or not self._parts.replicas.serving:
+            await self._publisher.catch_up(self.step)
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
@@ -428,7 +420,7 @@ class Coordinator:
         return RunState.of(
             self._recipe,
             self._parts.prompts_digest,
-            global_steps=self._step,
+            global_steps=self.step,
             elapsed_s=self._clock.elapsed_s,
             guard=self._guard.state,
         )
@@ -448,9 +440,9 @@ class Coordinator:
             do = "name another checkpoint, or resume=auto for the newest intact one"
             raise ConfigError(explain(f"resume from step {state.global_steps} of {checkpoint}", found, do))
         await self._guard.resume(state.guard, state.global_steps)
-        self._step = self._writer.last_step = state.global_steps
+        self.step = self._writer.last_step = state.global_steps
         self._clock.resume(state.elapsed_s)
-        logger.info("resumed from %s: step %d, %s", checkpoint, self._step, counts)
+        logger.info("resumed from %s: step %d, %s", checkpoint, self.step, counts)
         # A smaller `run.max_steps` than before leaves groups that no step will train.
         held = counts.trained + counts.active - self._recipe.run.max_steps * self._recipe.batch.groups_per_step
         if held > 0:

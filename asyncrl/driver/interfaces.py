@@ -14,13 +14,10 @@ from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.remote.actor_client import ActorClient
-from asyncrl.types import (
-    RunServerReport,
-)
+from asyncrl.types import RunServerReport
 
 if TYPE_CHECKING:  # the coordinator is tested without Ray
     from asyncrl.driver.fleet.engine_turns import EngineTurns
-    from asyncrl.driver.fleet.model_pools import ModelPools
     from asyncrl.driver.fleet.replica_pool import ReplicaPool
     from asyncrl.driver.fleet.trainer_pool import TrainerPool
 
@@ -46,6 +43,5 @@ class Parts:
     prompts_digest: str
     saw: Callable[[str, Hashable], None] = lambda name, mark: None
     server: Callable[[], RunServerReport | None] = lambda: None
-    pools: ModelPools | None = None
     engines: EngineTurns | None = None
     loops: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)

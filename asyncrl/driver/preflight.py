@@ -32,8 +32,7 @@ from asyncrl.data.tokenizer import (
 from asyncrl.data.tool_calls import format_of, takes_tools, template_text
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.driver.cluster.placement import Demand, describe_demand, joined_address, visible_gpus
-from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes
-from asyncrl.driver.trainer_plan import trainer_plan
+from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes, trainer_plan
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference.engines import (
     ENGINES,

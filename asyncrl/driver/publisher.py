@@ -37,14 +37,10 @@ class Publisher:
         """
         self._recipe, self._parts, self._turns = recipe, parts, turns
         self._clock, self._shares = clock, shares
-        self._version = -1
+        self.version = -1
+        """The newest published version; -1: none."""
         self._beside: asyncio.Task[Published] | None = None
         self._reports: list[PublishReport] = []
-
-    @property
-    def version(self) -> int:
-        """The newest published version; -1: none."""
-        return self._version
 
     async def publish(self, step: int, before: Sequence[ReplicaStats] | None = None) -> Published:
         """Publishes the weights of `step`, the newest, as that version. `before`: present statistics of the replicas.
@@ -78,7 +74,7 @@ class Publisher:
         """Publishes to the newcomers. If the weights of `step` are not published yet, all replicas get them: the
         trainer has no others."""
         await self.settle()
-        if self._version != step:
+        if self.version != step:
             await self.publish(step)
             return
         with self._clock.time.during(Metric.TRAINER_PUBLISH):
@@ -114,7 +110,7 @@ class Publisher:
         published = parts.queue.call(CALL_TIMEOUT_S, MessageQueue.published, step)
         counts, stats = await asyncio.gather(published, parts.replicas.stats())
         self._clock.publish_tokens += tokens_between(before, stats)
-        self._version = step
+        self.version = step
         self._reports.append(report)
         self._record(step, report)
         return counts, stats

@@ -257,7 +257,6 @@ class _Run:
             prompts_digest=self._spec.train.digest,
             saw=watchdog.saw,
             server=lambda: None if actors.server is None else actors.server.report,
-            pools=actors.pools,
             engines=actors.engines,
             loops={
                 "number of replicas": actors.fleet_size.watch,

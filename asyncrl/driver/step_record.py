@@ -139,9 +139,6 @@ class StepRecord:
         self.values: dict[str, float] = {Metric.STEP: step}
         self._buckets, self._keeps_cache = lag_buckets_to(max_lag), keeps_cache
 
-    def add(self, name: str, value: float) -> None:
-        self.values[name] = value
-
     def of_batch(self, manifest: LeaseManifest) -> None:
         groups = manifest.groups
         rewards = np.concatenate([np.asarray(g.rewards, np.float64) for g in groups])

@@ -44,7 +44,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Literal, Protocol
+from typing import Literal
 
 from asyncrl.types import LedgerCounts
 
@@ -70,58 +70,31 @@ LEAST_KEPT_SHARE = 0.1
 """Lower bound for the estimated share of groups that are not filtered."""
 
 
-class Pacing(Protocol):
-    """Decides how many groups should exist. Times are seconds of any one clock."""
+class Pacing:
+    """Decides how many groups should exist; here as many as the limit allows (eager). Times are seconds of any one
+    clock."""
 
     def begun(self, ordinal: int, now: float) -> None:
         """A group is admitted, or issued again."""
-        ...
 
-    def ready(self, ordinal: int, now: float) -> None: ...
+    def ready(self, ordinal: int, now: float) -> None:
+        """The group is complete."""
 
     def gone(self, ordinal: int) -> None:
         """The group will not become ready."""
-        ...
 
     def asked(self, now: float) -> None:
         """The trainer asks for the groups of a step. Repeated requests while it waits change nothing."""
-        ...
 
     def leased(self, ordinals: Sequence[int], now: float) -> None:
         """A step trains these groups."""
-        ...
 
     def wanted(self, now: float) -> float:
         """Groups that should be running or ready; infinite: as many as the limit allows."""
-        ...
-
-    def next_change(self, now: float) -> float | None:
-        """When `wanted` grows without any of the calls above; None: never."""
-        ...
-
-
-class Eager:
-    """Admits as early as the limit allows."""
-
-    def begun(self, ordinal: int, now: float) -> None:
-        pass
-
-    def ready(self, ordinal: int, now: float) -> None:
-        pass
-
-    def gone(self, ordinal: int) -> None:
-        pass
-
-    def asked(self, now: float) -> None:
-        pass
-
-    def leased(self, ordinals: Sequence[int], now: float) -> None:
-        pass
-
-    def wanted(self, now: float) -> float:
         return math.inf
 
     def next_change(self, now: float) -> float | None:
+        """When `wanted` grows without any of the calls above; None: never."""
         return None
 
 
@@ -142,7 +115,7 @@ class _Block:
     took_s: list[float] = field(default_factory=list)
 
 
-class JustInTime:
+class JustInTime(Pacing):
     """Owns the times of the untrained groups and of the last steps."""
 
     def __init__(self, groups_per_step: int, max_lag: int) -> None:
@@ -291,7 +264,7 @@ def _reserves(groups_per_step: int) -> list[int]:
 
 
 def build_pacing(name: PacingName, groups_per_step: int, max_lag: int) -> Pacing:
-    return Eager() if name == "eager" else JustInTime(groups_per_step, max_lag)
+    return Pacing() if name == "eager" else JustInTime(groups_per_step, max_lag)
 
 
 def shortfall(pacing: Pacing, now: float, counts: LedgerCounts, filtered_share: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,10 +12,6 @@ from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Traje
 
 if TYPE_CHECKING:
     import torch
-
-SAVING_TIMEOUT = timedelta(days=7)
-"""Timeout of the process group in which ranks write a checkpoint. The checkpoint writer bounds the wait instead: it
-waits for a late rank as long as all ranks answer."""
 
 
 class TrainBackend(Protocol):

@@ -40,12 +40,11 @@ class BackendSpec:
     """`package.module:Class` of the `TrainingState`; called with the trainer directory of a checkpoint."""
     write_state: str
     """`package.module:function`, a `WriteTrainingState`."""
-    layout: str = ""
+    layout: str
     """`package.module:function`; called with (TrainerConfig, ModelFacts, key of the model); raises ConfigError if the
     ranks do not divide the model. The module imports no torch."""
-    memory: str = ""
-    """`package.module:function`; called with (TrainerConfig, tensors of the policy, critic=, reference=); returns the
-    `RankMemory` of each kind of rank. The module imports no torch. Empty: no estimate."""
+    memory: str
+    """`package.module:function`; see `memory_of`. The module imports no torch."""
     stage: str = ""
     """`package.module:function`; called with (name of a tensor, TrainerConfig, number of layers); returns the pipeline
     stage that sends it. The module imports no torch. Empty: one stage."""
@@ -101,31 +100,19 @@ def require_trains(backend: str, facts: ModelFacts, key: str = "model.path") -> 
 
 def require_fits(trainer: TrainerConfig, facts: ModelFacts, key: str = "model.path") -> None:
     """Raises ConfigError: the layout of the trainer's ranks does not divide the model at `key`."""
-    if check := BACKENDS[trainer.backend].layout:
-        resolve_name(check)(trainer, facts, key)
+    resolve_name(BACKENDS[trainer.backend].layout)(trainer, facts, key)
 
 
-def memory_of(
-    trainer: TrainerConfig,
-    tensors: Mapping[str, Shape],
-    *,
-    critic: bool,
-    reference: bool,
-    own_reference: bool = False,
-    tokens: int | None = None,
-    experts_per_token: int = 1,
-) -> list[RankMemory] | None:
-    """Memory of each kind of rank; None if the backend has no estimate.
+def memory_of(trainer: TrainerConfig, tensors: Mapping[str, Shape], **needs: Any) -> list[RankMemory]:
+    """Memory of each kind of rank.
 
     Args:
-        own_reference: the reference is another model than the policy's base.
         tensors: of the policy; critic and reference resemble it.
-        tokens: of the largest micro-batch, to include the memory of its passes; None: leave it out.
+        needs: `critic` and `reference`: there is one. `own_reference`: it is another model than the policy's base.
+            `tokens`: of the largest micro-batch, to include the memory of its passes; None: leave it out.
+            `experts_per_token`. All are optional.
     """
-    if (estimate := BACKENDS[trainer.backend].memory) is None:
-        return None
-    models = {"critic": critic, "reference": reference, "own_reference": own_reference}
-    return resolve_name(estimate)(trainer, tensors, **models, tokens=tokens, experts_per_token=experts_per_token)
+    return resolve_name(BACKENDS[trainer.backend].memory)(trainer, tensors, **needs)
 
 
 def stages_of(trainer: TrainerConfig, tensors: Mapping[str, Shape]) -> dict[str, int]:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from asyncrl.weights.pinned_memory import pinned_empty
+
+SAVING_TIMEOUT = timedelta(days=7)
+"""Timeout of the process group in which ranks write a checkpoint. The checkpoint writer bounds the wait instead: it
+waits for a late rank as long as all ranks answer."""
 
 
 class HostCopies:
@@ -76,6 +82,38 @@ def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Captures:
+    """The last captured state of a rank, until it is written. Owns its memory, and the process group in which the ranks
+    write: they write in a thread of their own while they train, and collectives of the two must not be matched with
+    each other."""
+
+    def __init__(self) -> None:
+        """Collective. Needs torch.distributed's default group."""
+        self._copies = HostCopies()
+        self._captured: tuple[str, dict[str, torch.Tensor]] | None = None
+        group = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+        self._group = group
+
+    def take(self, live: dict[str, torch.Tensor], header: str = "") -> None:
+        """Copies `live`, and drops an earlier copy. `header`: describes it."""
+        unwritten, self._captured = self._captured, None
+        if unwritten is not None:
+            self._copies.give_back(unwritten[1])
+        self._captured = header, self._copies.copy(live.items())
+
+    def write(self, write: Callable[[str, dict[str, torch.Tensor], dist.ProcessGroup], None]) -> None:
+        """Calls `write` with the header, the copy and the group, and releases the copy. Raises RuntimeError: nothing
+        was captured since the last call."""
+        captured, self._captured = self._captured, None
+        if captured is None:
+            raise RuntimeError("save was called before capture")
+        try:
+            write(*captured, self._group)
+        finally:
+            self._copies.give_back(captured[1])
 
 
 # Optimizer state that is in host memory between steps.

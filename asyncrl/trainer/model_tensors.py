@@ -41,6 +41,11 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer
 
 
+def logits_per_chunk(device: str) -> int:
+    """Entries of one block of logits: 1 GiB in float32 on GPUs, where products need many rows; 256 MiB on CPUs."""
+    return 1 << 26 if device == "cpu" else 1 << 28
+
+
 def model_tensors(facts: ModelFacts) -> dict[str, Shape] | None:
     """Hugging Face name -> shape, a tied tensor once; None if `facts` does not say enough."""
     sizes = facts.sizes

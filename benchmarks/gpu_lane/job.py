@@ -206,8 +206,8 @@ class Trainer:
         assert tensors is not None, "the sizes of the lane's models are known"
         experts = facts.sizes.experts_per_token or 1
         options = {"critic": False, "reference": False, "tokens": tokens, "experts_per_token": experts}
-        (found,) = memory_of(self.settings, tensors, **options) or [None]
-        return (found.peak or 0) / 2**30 if found is not None else 0.0
+        (found,) = memory_of(self.settings, tensors, **options)
+        return (found.peak or 0) / 2**30
 
     def plan(self, responses: Sequence[Response], budget: int) -> Any:
         """For one rank: a group for each response, with advantages of 1 and -1 in turn."""

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from asyncrl.config.load import load_recipe
-from asyncrl.driver.fleet.server_keeper import RunServerTimes, ServerKeeper
+from asyncrl.config.run import RayConfig
+from asyncrl.driver.fleet.server_keeper import ServerKeeper
 from asyncrl.driver.preflight import check_server
 from asyncrl.errors import ConfigError, GenerationError, ProcessDied
 from asyncrl.inference.external_places import ExternalLimits
@@ -195,8 +196,9 @@ def supervised(tmp_path):
             forget,
             port=0,
             budget=RestartBudget(max_restarts, 60.0),
-            times=RunServerTimes(5, 0.01, 0.05, restart_delay_s=0.0),
+            times=RayConfig(start_timeout_s=5, health_interval_s=0.01, health_timeout_s=0.05),
             discovery_file=file,
+            restart_delay_s=0.0,
         )
         return keeper, servers, log, file
 

@@ -200,7 +200,7 @@ def test_without_a_server_that_answers_processes_are_started_anew(place, how, mo
         process = server._process
         process.kill() if how == "killed" else server.close()
         process.wait()
-        server._directory = directory
+        server.directory = directory
         assert ask(server, place).startswith("Ray's own")
     assert not directory.exists()
 
@@ -213,7 +213,7 @@ def test_it_ends_with_a_driver_that_is_killed_and_what_it_forked_leaves_no_zombi
         module._GPUS = ()
         server = ForkServer()
         server.start(dict(os.environ), ["heavy"])
-        print(server._process.pid, server._directory, flush=True)
+        print(server._process.pid, server.directory, flush=True)
         time.sleep(60)
     """)
     started = subprocess.Popen(
@@ -221,7 +221,7 @@ def test_it_ends_with_a_driver_that_is_killed_and_what_it_forked_leaves_no_zombi
     )
     pid, directory = started.stdout.readline().split()
     server = ForkServer()
-    server._directory = Path(directory)
+    server.directory = Path(directory)
     ask(server, place, "fail")
     process = psutil.Process(int(pid))
     deadline = time.monotonic() + 10

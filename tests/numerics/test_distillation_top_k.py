@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms.distillation import LEAST_TAIL, top_reverse_kl
 from asyncrl.config.algorithm import AlgorithmConfig, DistillationConfig
 from asyncrl.config.trainer import FsdpConfig
-from asyncrl.trainer.fsdp.token_logprobs import IMPOSSIBLE, LogitRules, logprobs_beside, token_logprobs
+from asyncrl.trainer.token_logprobs import IMPOSSIBLE, LogitRules, logprobs_beside, token_logprobs
 from asyncrl.types.metrics import Metric
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, write_model
 from tests.numerics import one_rank

@@ -8,7 +8,7 @@ import torch
 
 from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
 from asyncrl.errors import GenerationError
-from asyncrl.trainer.fsdp.token_logprobs import among_kept, logprobs_beside
+from asyncrl.trainer.token_logprobs import among_kept, logprobs_beside
 from asyncrl.types.metrics import Metric
 from asyncrl_testing.backend_suite import write_model
 from asyncrl_testing.engine_suite import Client, complete, make_request

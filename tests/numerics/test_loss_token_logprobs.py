@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
+from asyncrl.trainer.token_logprobs import LogitRules, token_logprobs
 
 pytestmark = pytest.mark.numerics
 

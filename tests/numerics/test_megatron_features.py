@@ -179,7 +179,7 @@ def rank_main(root, rank, world_size, models):
 
 def softmax_error(group):
     """Largest error of log-probabilities, entropies and gradients against float64, and of chunks against one chunk."""
-    from asyncrl.trainer.megatron.token_logprobs import token_logprobs
+    from asyncrl.trainer.token_logprobs import LogitRules, SplitVocabulary, token_logprobs
 
     draw = torch.Generator().manual_seed(0)
     vocab_size, rows, rank = 41, 24, group.rank()
@@ -196,8 +196,8 @@ def softmax_error(group):
         own_hidden, own_weight = hidden.clone().requires_grad_(), weight[rank * rows :][:rows].clone().requires_grad_()
         found = torch.stack(
             token_logprobs(
-                own_hidden, own_weight, targets, temperature=0.7, vocab_size=vocab_size, group=group,
-                logits_per_chunk=chunk,
+                own_hidden, own_weight, None, targets, temperature=0.7, rules=LogitRules(chunk),
+                split=SplitVocabulary(group, vocab_size),
             )
         )  # fmt: skip
         (found * mix).sum().backward()

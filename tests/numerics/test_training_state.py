@@ -18,8 +18,8 @@ from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
 from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.optimizer import Update
-from asyncrl.trainer.fsdp.token_logprobs import LogitRules, token_logprobs
 from asyncrl.trainer.host_copies import HostState
+from asyncrl.trainer.token_logprobs import LogitRules, token_logprobs
 from asyncrl.types import LeaseManifest
 from asyncrl_testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3
@@ -118,7 +118,7 @@ def test_a_random_state_of_another_kind_of_device_is_left_out(models, tmp_path, 
     backend = build(models / "plain")
     train(backend)
     backend.capture()
-    captured = backend._captured
+    _, captured = backend._captures._captured
     captured["rng.0"] = torch.cat([captured["rng.0"], torch.zeros(16, dtype=torch.uint8)])
     backend.save(tmp_path / "trainer")
     other = build(models / "plain")

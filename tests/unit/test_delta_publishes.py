@@ -7,8 +7,8 @@ import pytest
 
 from asyncrl.config.load import load_recipe
 from asyncrl.config.weights import WeightsConfig
+from asyncrl.driver.memory_plan import trainer_plan
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
-from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.errors import ConfigError, GenerationError, WeightTransferError
 from asyncrl.types import ModelFacts
 from asyncrl_testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer

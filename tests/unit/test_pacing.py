@@ -15,7 +15,7 @@ from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishC
 from asyncrl.plan.scenario import Scenario
 from asyncrl.plan.simulation import SimulatedStep, Simulation
 from asyncrl.queue.message_queue import MessageQueue
-from asyncrl.queue.pacing import HISTORY_STEPS, Eager, JustInTime, Pacing, least_lead
+from asyncrl.queue.pacing import HISTORY_STEPS, JustInTime, Pacing, least_lead
 from asyncrl.types import LeaseManifest
 from tests.make import group
 from tests.unit.test_message_queue import spec  # noqa: F401 - a fixture
@@ -116,7 +116,7 @@ def workload(seed: int) -> Load:
 def outcomes():
     """(limit, eager, just in time) of each workload."""
     loads = [workload(seed) for seed in range(RUNS)]
-    return [(load.max_lag, simulate(load, Eager()), simulate(load, just_in_time(load))) for load in loads]
+    return [(load.max_lag, simulate(load, Pacing()), simulate(load, just_in_time(load))) for load in loads]
 
 
 def test_no_token_is_over_the_limit_and_every_run_ends(outcomes):
@@ -156,7 +156,7 @@ class Filtered(Load):
 def test_groups_that_are_filtered_cost_no_time_either():
     drawn = [workload(seed) for seed in range(16)]
     loads = [Filtered(**{name: getattr(load, name) for name in load.__dataclass_fields__}) for load in drawn]
-    ratios = [simulate(load, just_in_time(load)).seconds / simulate(load, Eager()).seconds for load in loads]
+    ratios = [simulate(load, just_in_time(load)).seconds / simulate(load, Pacing()).seconds for load in loads]
     assert fmean(ratios) <= 1.005
     assert max(ratios) <= 1.04
 
@@ -301,7 +301,7 @@ async def test_the_choice_of_groups_is_no_wait_for_them(spec):  # noqa: F811
     assert queue._pacing._lead_s <= 3, "ten seconds are left, and a tenth of one is enough"
 
 
-class Later(Eager):
+class Later(Pacing):
     """Wants nothing before `at`, by the clock of asyncio."""
 
     def __init__(self, at: float) -> None:

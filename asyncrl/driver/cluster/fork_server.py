@@ -59,7 +59,8 @@ class ForkServer:
     def __init__(self) -> None:
         self.run_id = secrets.token_hex(8)
         self._process: subprocess.Popen[bytes] | None = None
-        self._directory: Path | None = None
+        self.directory: Path | None = None
+        """Directory of the socket; None without a server."""
 
     def start(self, environment: Mapping[str, str], modules: Sequence[str], model: str = "") -> None:
         """Starts the server and returns immediately. Does nothing where processes cannot be forked.
@@ -78,12 +79,12 @@ class ForkServer:
             self.close()
 
     def _start(self, environment: Mapping[str, str], modules: Sequence[str], model: str) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="asyncrl-fork-"))  # 0700: nobody else may ask
+        self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-fork-"))  # 0700: nobody else may ask
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(self._directory / "socket"))
+            listener.bind(str(self.directory / "socket"))
             listener.listen(128)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(listener.fileno()), str(self._directory), model, *modules],
+                [sys.executable, "-m", __name__, str(listener.fileno()), str(self.directory), model, *modules],
                 env=dict(environment),
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.PIPE,
@@ -92,11 +93,6 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C on a terminal reaches the driver, not this
             )
 
-    @property
-    def directory(self) -> Path | None:
-        """Directory of the socket; None without a server."""
-        return self._directory
-
     @contextlib.contextmanager
     def asked_by_ray(self, constants: Any) -> Iterator[None]:
         """Context in which a Ray started by this process asks the server for its processes.
@@ -104,12 +100,12 @@ class ForkServer:
         Args:
             constants: the module `ray_constants`.
         """
-        if self._directory is None:
+        if self.directory is None:
             yield
             return
         before = constants.SETUP_WORKER_FILENAME
         constants.SETUP_WORKER_FILENAME = str(WORKER)
-        os.environ[SOCKET_VARIABLE] = str(self._directory / "socket")
+        os.environ[SOCKET_VARIABLE] = str(self.directory / "socket")
         try:
             yield
         finally:
@@ -127,9 +123,9 @@ class ForkServer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        self._process = self._directory = None
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        self._process = self.directory = None
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -24,14 +24,10 @@ class DeviceTurns:
     until it has exited."""
 
     def __init__(self) -> None:
-        self._phase: Phase = "waking"
+        self.phase: Phase = "waking"
         self._awake: set[int] = set()
         self._asleep: set[int] = set()
         self._exiting: set[int] = set()
-
-    @property
-    def phase(self) -> Phase:
-        return self._phase
 
     @property
     def awake(self) -> frozenset[int]:
@@ -46,7 +42,7 @@ class DeviceTurns:
     def may_load(self, engine: int) -> bool:
         """True if a new process of this engine may load its model: in the engines' turn, once the old process has
         exited."""
-        return self._phase in ("waking", "generating") and engine not in self._awake | self._exiting
+        return self.phase in ("waking", "generating") and engine not in self._awake | self._exiting
 
     def loads(self, engine: int) -> None:
         """A process of this engine begins to load. Raises ValueError if it may not."""
@@ -57,7 +53,7 @@ class DeviceTurns:
 
     def slept(self, engine: int) -> None:
         """The engine has given its memory back. Raises ValueError if it was not asked to."""
-        if self._phase != "settling" or engine not in self._awake:
+        if self.phase != "settling" or engine not in self._awake:
             raise ValueError(f"engine {engine} was not asked to sleep: {self}")
         self._awake.discard(engine)
         self._asleep.add(engine)
@@ -74,31 +70,31 @@ class DeviceTurns:
 
     def rest(self) -> None:
         """The engines are asked to sleep."""
-        self._phase = "settling"
+        self.phase = "settling"
 
     def train(self) -> None:
         """The trainer takes the devices. Raises ValueError if it is not its turn, or an engine is awake."""
-        if self._phase != "settling" or self._awake:
+        if self.phase != "settling" or self._awake:
             raise ValueError(f"the trainer cannot have the devices: {self}")
-        self._phase = "training"
+        self.phase = "training"
 
     def wake(self) -> None:
         """A publish begins: all engines may take their memory back, and count as awake. Raises ValueError if the
         trainer does not have the devices."""
-        if self._phase not in ("training", "waking"):
+        if self.phase not in ("training", "waking"):
             raise ValueError(f"nobody is to be woken: {self}")
-        self._phase = "waking"
+        self.phase = "waking"
         self._awake |= self._asleep
         self._asleep.clear()
 
     def generate(self) -> None:
         """The publish has ended. Raises ValueError if none was in progress."""
-        if self._phase != "waking":
+        if self.phase != "waking":
             raise ValueError(f"generation follows a wake: {self}")
-        self._phase = "generating"
+        self.phase = "generating"
 
     def __str__(self) -> str:
-        return f"{self._phase}, awake {sorted(self._awake)}, asleep {sorted(self._asleep)}"
+        return f"{self.phase}, awake {sorted(self._awake)}, asleep {sorted(self._asleep)}"
 
 
 # The waits of replicas and trainer for their turn on shared devices. `DeviceTurns` decides the turns.

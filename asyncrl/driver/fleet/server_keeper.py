@@ -6,10 +6,10 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from asyncrl.config.run import RayConfig
 from asyncrl.driver.fleet.actor_channels import channels
 from asyncrl.errors import AsyncRLError, ProcessDied
 from asyncrl.remote.actor_client import ActorClient
@@ -22,16 +22,8 @@ logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 10.0
 """Longest time for a killed server to exit and free its port."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunServerTimes:
-    """Seconds, as in `ray:`. `restart_delay_s`: before the start of the next server."""
-
-    start_timeout_s: float
-    health_interval_s: float
-    health_timeout_s: float
-    restart_delay_s: float = 1.0
+RESTART_DELAY_S = 1.0
+"""Delay before the start of the next server."""
 
 
 class ServerKeeper:
@@ -52,8 +44,9 @@ class ServerKeeper:
         *,
         port: int,
         budget: RestartBudget,
-        times: RunServerTimes,
+        times: RayConfig,
         discovery_file: Path,
+        restart_delay_s: float = RESTART_DELAY_S,
     ) -> None:
         """
         Args:
@@ -66,7 +59,7 @@ class ServerKeeper:
         self._forget = forget
         self._port = port
         self._budget = budget
-        self._times = times
+        self._times, self._restart_delay_s = times, restart_delay_s
         self._file = discovery_file
         self._table = ReplicaTable()
         self._changed = asyncio.Event()
@@ -138,7 +131,7 @@ class ServerKeeper:
                 )
                 return
             logger.error("the server of the run has failed and is restarted: %s", failure)
-            await asyncio.sleep(self._times.restart_delay_s)
+            await asyncio.sleep(self._restart_delay_s)
 
     async def _attend(self, current: ActorClient[RunServer], client_id: str) -> None:
         """Starts this server and serves its calls until it ends. Raises the error that ended it."""

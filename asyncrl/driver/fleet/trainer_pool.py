@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -31,7 +32,6 @@ from asyncrl.types import (
     SendingRank,
     TensorSpec,
     TrainMetrics,
-    Trajectory,
     TrajectoryKey,
     TransferSource,
 )
@@ -48,25 +48,11 @@ does not answer a ping."""
 STOP_TIMEOUT_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class QueueFetch:
-    """Fetches tokens for a rank directly from the queue actor; see `TrainerWorker`."""
-
-    queue: ActorHandle
-    timeout_s: float = FETCH_TIMEOUT_S
-
-    def leased(self, keys: Sequence[TrajectoryKey]) -> Sequence[Trajectory]:
-        return self._reply(MessageQueue.fetch, keys)
-
-    def foreseen(self, keys: Sequence[TrajectoryKey]) -> Mapping[TrajectoryKey, Trajectory]:
-        return self._reply(MessageQueue.fetch_ahead, keys)
-
-    def _reply(
-        self, method: Callable[[MessageQueue, list[TrajectoryKey]], Awaitable[T]], keys: Sequence[TrajectoryKey]
-    ) -> T:
-        answer = getattr(self.queue, method.__name__).remote(list(keys))
-        call = f"fetch({len(keys)} sequences)"
-        return reply_now(answer, timeout_s=self.timeout_s, call=call, process=MESSAGE_QUEUE)
+def _fetched(queue: ActorHandle, method: Callable[..., Awaitable[T]], keys: Sequence[TrajectoryKey]) -> T:
+    """Calls the queue actor directly, in a rank; see `TrainerWorker`."""
+    answer = getattr(queue, method.__name__).remote(list(keys))
+    call = f"fetch({len(keys)} sequences)"
+    return reply_now(answer, timeout_s=FETCH_TIMEOUT_S, call=call, process=MESSAGE_QUEUE)
 
 
 class TrainerPool:
@@ -121,11 +107,11 @@ class TrainerPool:
         elif spec.trainer.device == "auto":  # the GPU is reserved: no rank may silently train on a CPU
             spec = replace(spec, trainer=replace(spec.trainer, device="cuda"))
         actor_class: Any = ray.remote(**options)(TrainerWorker)
-        fetch = QueueFetch(queue_handle)
         chosen = ["DEFAULT"] * spec.trainer.num_ranks if places is None else places
         actors = [actor_class.options(scheduling_strategy=place) for place in chosen]
         node = ray.util.get_node_ip_address
-        pool = cls(spec, [a.remote(spec, rank, fetch.leased, fetch.foreseen, node) for rank, a in enumerate(actors)])
+        fetches = [partial(_fetched, queue_handle, method) for method in (MessageQueue.fetch, MessageQueue.fetch_ahead)]
+        pool = cls(spec, [actor.remote(spec, rank, *fetches, node) for rank, actor in enumerate(actors)])
         deadline = time.monotonic() + timeout_s
         # Rank 0 opens the rendezvous, and all ranks meet there. One deadline covers both.
         try:

@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from asyncrl.config.trainer import TrainerConfig
-from asyncrl.trainer.backend import SAVING_TIMEOUT
 from asyncrl.trainer.fsdp import lora, sharded_state
 from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.model import FLASH_ATTENTION, Kernels, choose_attention
 from asyncrl.trainer.fsdp.models import Models
-from asyncrl.trainer.host_copies import HostCopies
+from asyncrl.trainer.host_copies import Captures
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import Peers
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -78,13 +77,7 @@ class FsdpBackend:
         )
         self.train_step, self.logprobs, self.reference_kl = step.train_step, step.logprobs, step.reference_kl
         self._publication = Publication(self._policy.causal_lm, spec, device)
-        self._copies = HostCopies()
-        self._captured: dict[str, torch.Tensor] | None = None
-        # Saving runs in its own thread concurrently with training, so it needs its own group: collectives of the two
-        # must not be matched with each other. Its timeout is long: a rank waits in it while another one writes.
-        saving = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
-        assert isinstance(saving, dist.ProcessGroup), "every rank is a member"
-        self._saving = saving
+        self._captures = Captures()
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         return self._publication.specs()
@@ -98,24 +91,13 @@ class FsdpBackend:
         return self._publication.tensors()
 
     def capture(self) -> None:
-        unwritten, self._captured = self._captured, None
-        if unwritten is not None:
-            self._copies.give_back(unwritten)
         live = self._live_state() | self._facts()
-        self._captured = self._copies.copy(
-            sharded_state.with_random_state(live, rank=self._rank, device=self._device).items()
-        )
+        self._captures.take(sharded_state.with_random_state(live, rank=self._rank, device=self._device))
 
     def save(self, directory: Path) -> tuple[str, ...]:
         """See `TrainBackend`. Raises StorageError: it cannot be written there."""
-        captured, self._captured = self._captured, None
-        if captured is None:
-            raise RuntimeError("save was called before capture")
-        try:
-            sharded_state.save(directory, captured, self._saving)
-            return sharded_state.files_of(directory, self._rank)
-        finally:
-            self._copies.give_back(captured)
+        self._captures.write(lambda _, tensors, group: sharded_state.save(directory, tensors, group))
+        return sharded_state.files_of(directory, self._rank)
 
     def load(self, directory: Path) -> None:
         """Raises ConfigError: there is no checkpoint below `directory`, or it is of another model."""

@@ -8,21 +8,15 @@ with torch's memory tracker.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 
 from asyncrl.config.trainer import LoraConfig, TrainerConfig
-from asyncrl.trainer.model_tensors import EMBEDDING, NORM, OUTPUT, RankMemory, Shape, layer_of
+from asyncrl.trainer.model_tensors import EMBEDDING, NORM, OUTPUT, RankMemory, Shape, layer_of, logits_per_chunk
 
 _FLOAT32, _MOMENTS = 4, 8
 _BYTES = {"float32": 4, "bfloat16": 2}
 _HEAD = 128
 """Size of an attention head in most models, for models whose tensors do not show it (no norms of heads)."""
-
-
-def logits_per_chunk(device: str) -> int:
-    """Entries of one block of logits: 1 GiB in float32 on GPUs, where products need many rows; 256 MiB on CPUs."""
-    return 1 << 26 if device == "cpu" else 1 << 28
 
 
 def rank_memory(
@@ -56,7 +50,7 @@ def rank_memory(
     # The peak depends on what is on the device during the passes and during the optimizer step.
     passes = peak = None
     if tokens is not None:
-        passes = _Passes.of(trainer, tensors, tokens, experts_per_token).peak()
+        passes = _peak_of_passes(trainer, tensors, tokens, experts_per_token)
         held = weights + gradients
         peak = held + passes + optimizer
         if fsdp.offload_parameters:
@@ -76,75 +70,41 @@ def rank_memory(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    """Bytes of the passes over one micro-batch.
-
-    Attributes:
-        checkpoints: kept from the forward pass until a layer's turn in the backward pass.
-        last: of the final norm, and the hidden states whose logits are formed.
-        layer: saved by one layer for its backward pass if it is recomputed.
-        gradients: of activations, while a layer is differentiated.
-        gathered_root, gathered_layer: embedding and output layer; the largest layer.
-        logits: entries of one chunk.
-        width: bytes of an element.
-    """
-
-    checkpoints: int
-    last: int
-    layer: int
-    gradients: int
-    gathered_root: int
-    gathered_layer: int
-    output: int
-    hidden: int
-    logits: int
-    width: int
-    trains_all: bool
-
-    @classmethod
-    def of(cls, trainer: TrainerConfig, tensors: Mapping[str, Shape], tokens: int, experts_per_token: int) -> _Passes:
-        """`tokens`: of the micro-batch, shared by `context_parallel` ranks."""
-        width, recomputes = _BYTES[trainer.fsdp.param_dtype], trainer.fsdp.activation_checkpointing
-        ranks = trainer.fsdp.context_parallel
-        tokens = -(-tokens // ranks)
-        layers: dict[int, dict[str, Shape]] = {}
-        for name, shape in tensors.items():
-            if (number := layer_of(name)) is not None:
-                layers.setdefault(number, {})[name.split(".", 3)[3]] = shape
-        vocabulary, hidden = tensors[EMBEDDING]
-        inner = [_inner(own, experts_per_token) for own in layers.values()]
-        saved = [_saved(own, width, experts_per_token, recomputes=recomputes, ranks=ranks) for own in layers.values()]
-        output = prod(tensors.get(OUTPUT, tensors[EMBEDDING]))
-        root = sum(prod(shape) for name, shape in tensors.items() if layer_of(name) is None)
-        kept = len(layers) * width * hidden if recomputes else sum(saved)
-        return cls(
-            checkpoints=tokens * (kept + 2 * width * _HEAD),  # cosines and sines of the positions too
-            last=tokens * _norm(hidden, width),
-            layer=tokens * max(saved) if recomputes else 0,
-            gradients=tokens * width * (max(2 * a + b for a, b in inner) + 2 * hidden),
-            gathered_root=width * root,
-            gathered_layer=width * max(sum(map(prod, own.values())) for own in layers.values()),
-            output=output,
-            hidden=width * hidden * tokens,
-            logits=min(tokens * vocabulary, logits_per_chunk(trainer.device)),
-            width=width,
-            trains_all=not trainer.lora.rank,
-        )
-
-    def peak(self) -> int:
-        """The maximum over four moments: logits are formed; logits are differentiated; the first layer of the backward
-        pass runs; the gradients of embedding and output layer are reduced."""
-        before = self.checkpoints + self.last + self.gathered_root
-        forward = before + 2 * _FLOAT32 * self.logits
-        of_output = (_FLOAT32 + self.width) * self.output if self.trains_all else 0  # their sum and a chunk's gradients
-        of_logits = _FLOAT32 + self.width * (self.width < _FLOAT32)  # 16-bit logits exist in addition to float32 ones
-        backward = before + of_logits * self.logits + of_output + self.hidden + self.gathered_layer
-        reduced = _FLOAT32 * self.gathered_layer // self.width if self.trains_all else 0
-        layer = self.checkpoints + self.layer + self.gradients + self.gathered_root + 2 * self.gathered_layer + reduced
-        layer += self.width * self.output if self.trains_all else 0
-        root = self.gathered_root + _FLOAT32 * self.gathered_root // self.width if self.trains_all else 0
-        return max(forward, backward, layer, root)
+def _peak_of_passes(trainer: TrainerConfig, tensors: Mapping[str, Shape], tokens: int, experts_per_token: int) -> int:
+    """Bytes of the passes over a micro-batch of `tokens`, shared by `context_parallel` ranks. The maximum over four
+    moments: logits are formed; logits are differentiated; the first layer of the backward pass runs; the gradients of
+    embedding and output layer are reduced."""
+    width, recomputes = _BYTES[trainer.fsdp.param_dtype], trainer.fsdp.activation_checkpointing
+    trains_all, ranks = not trainer.lora.rank, trainer.fsdp.context_parallel
+    tokens = -(-tokens // ranks)
+    layers: dict[int, dict[str, Shape]] = {}
+    for name, shape in tensors.items():
+        if (number := layer_of(name)) is not None:
+            layers.setdefault(number, {})[name.split(".", 3)[3]] = shape
+    vocabulary, hidden = tensors[EMBEDDING]
+    inner = [_inner(own, experts_per_token) for own in layers.values()]
+    saved = [_saved(own, width, experts_per_token, recomputes=recomputes, ranks=ranks) for own in layers.values()]
+    # Kept from the forward pass until a layer's turn in the backward pass; cosines and sines of the positions too.
+    kept = len(layers) * width * hidden if recomputes else sum(saved)
+    checkpoints = tokens * (kept + 2 * width * _HEAD)
+    # Embedding and output layer, and the largest layer, in the dtype of the passes.
+    root = width * sum(prod(shape) for name, shape in tensors.items() if layer_of(name) is None)
+    layer = width * max(sum(map(prod, own.values())) for own in layers.values())
+    output = prod(tensors.get(OUTPUT, tensors[EMBEDDING])) if trains_all else 0
+    logits = min(tokens * vocabulary, logits_per_chunk(trainer.device))  # entries of one chunk
+    # Logits, after the final norm and the hidden states whose logits are formed.
+    before = checkpoints + tokens * _norm(hidden, width) + root
+    forward = before + 2 * _FLOAT32 * logits
+    of_output = (_FLOAT32 + width) * output  # the sum of its gradients and a chunk's
+    of_logits = _FLOAT32 + width * (width < _FLOAT32)  # 16-bit logits exist in addition to float32 ones
+    backward = before + of_logits * logits + of_output + width * hidden * tokens + layer
+    # A layer is recomputed, then differentiated: gradients of activations, and of its weights until they are reduced.
+    recomputed = tokens * max(saved) if recomputes else 0
+    gradients = tokens * width * (max(2 * a + b for a, b in inner) + 2 * hidden)
+    reduced = _FLOAT32 * layer // width if trains_all else 0
+    first_layer = checkpoints + recomputed + gradients + root + 2 * layer + reduced + width * output
+    last = root + _FLOAT32 * root // width if trains_all else 0
+    return max(forward, backward, first_layer, last)
 
 
 def _norm(size: int, width: int) -> int:

@@ -22,10 +22,10 @@ from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.model import check_routers, compile_layers, load_model, packed_forward, shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
-from asyncrl.trainer.fsdp.token_logprobs import LogitRules
 from asyncrl.trainer.fsdp.trained import Reference, Trained, policy_outputs
 from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.model import StepModels
+from asyncrl.trainer.token_logprobs import LogitRules
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
 

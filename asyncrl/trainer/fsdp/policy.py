@@ -12,8 +12,8 @@ from asyncrl.algorithms.router_balance import routing_sums
 from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.model import packed_forward
 from asyncrl.trainer.fsdp.router_replay import RouterReplay
-from asyncrl.trainer.fsdp.token_logprobs import LogitRules, among_kept, logprobs_beside, token_logprobs
 from asyncrl.trainer.step.batch import PackedTokens
+from asyncrl.trainer.token_logprobs import LogitRules, among_kept, logprobs_beside, token_logprobs
 
 
 class Policy(nn.Module):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from asyncrl.errors import ConfigError, explain
-from asyncrl.trainer.backend import SAVING_TIMEOUT
-from asyncrl.trainer.host_copies import HostCopies
+from asyncrl.trainer.host_copies import Captures
 from asyncrl.trainer.megatron import stored_state
-from asyncrl.trainer.megatron.stored_state import Captured, RankFiles
+from asyncrl.trainer.megatron.stored_state import RankFiles
 from asyncrl.trainer.megatron.supports import require_package, without_wandb
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import Peers
@@ -43,12 +42,7 @@ class MegatronBackend:
         self._on_device = _context(device)
         with self._on_device():
             self._models, self._step, self._publication = _build(spec, device)
-        self._copies = HostCopies()
-        self._captured: Captured | None = None
-        # Saving runs in its own thread concurrently with training, so it needs its own group: see `FsdpBackend`.
-        saving = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
-        assert isinstance(saving, dist.ProcessGroup), "every rank is a member"
-        self._saving = saving
+        self._captures = Captures()
 
     def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
         with self._on_device():
@@ -78,9 +72,6 @@ class MegatronBackend:
         return self._publication.tensors()
 
     def capture(self) -> None:
-        unwritten, self._captured = self._captured, None
-        if unwritten is not None:
-            self._copies.give_back(unwritten.tensors)
         numbers, parameters, live = {stored_state.TOTAL_STEPS: self._spec.total_steps}, {}, {}
         for model_name, model in self._models.trained():
             numbers[model_name] = model.update.steps()
@@ -90,18 +81,12 @@ class MegatronBackend:
                 parameters[key] = (list(parameter.shape), share.start, share.stop, contents)
                 live.update((f"{key}.{kind}", tensor.detach()) for kind, tensor in share.state.items())
         header = stored_state.header(self._rank, self._world_size, numbers, parameters)
-        self._captured = Captured(header, self._copies.copy(stored_state.with_random_state(live).items()))
+        self._captures.take(stored_state.with_random_state(live), header)
 
     def save(self, directory: Path) -> tuple[str, ...]:
         """See `TrainBackend`. Raises StorageError: it cannot be written there."""
-        captured, self._captured = self._captured, None
-        if captured is None:
-            raise RuntimeError("save was called before capture")
-        try:
-            stored_state.write(directory, captured, self._saving)
-            return (stored_state.file_of(directory, self._rank).name,)
-        finally:
-            self._copies.give_back(captured.tensors)
+        self._captures.write(partial(stored_state.write, directory))
+        return (stored_state.file_of(directory, self._rank).name,)
 
     def load(self, directory: Path) -> None:
         """Raises ConfigError: there is no checkpoint below `directory`, or it is of another model."""

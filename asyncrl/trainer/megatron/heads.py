@@ -9,11 +9,13 @@ import torch.distributed as dist
 
 from asyncrl.trainer.megatron.model import DecoderChunk, gathered
 from asyncrl.trainer.megatron.routing import RoutingSums
-from asyncrl.trainer.megatron.token_logprobs import token_logprobs
 from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.model import TokenOutputs
+from asyncrl.trainer.token_logprobs import LogitRules, SplitVocabulary, token_logprobs
 
 Result = TypeVar("Result", covariant=True)
+LOGITS = LogitRules(per_chunk=1 << 26)
+"""Chunks of 256 MiB in float32."""
 
 
 class Head(Protocol, Generic[Result]):
@@ -35,20 +37,14 @@ class PolicyHead:
 
     def __init__(self, vocab_size: int, group: dist.ProcessGroup) -> None:
         """`group`: the tensor-parallel ranks."""
-        self._vocab_size, self._group = vocab_size, group
+        self._split = SplitVocabulary(group, vocab_size)
 
     def __call__(self, chunk: DecoderChunk, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
         """Log-probability and entropy of each predicted token."""
         weight = chunk.output_weight()
         rows = gathered(hidden, chunk.config, partial_gradients=True).index_select(0, tokens.predictors)
-        found = token_logprobs(
-            rows.to(weight.dtype),
-            weight,
-            tokens.targets,
-            temperature=tokens.temperature,
-            vocab_size=self._vocab_size,
-            group=self._group,
-        )
+        logits = rows.to(weight.dtype), weight, None, tokens.targets
+        found = token_logprobs(*logits, temperature=tokens.temperature, rules=LOGITS, split=self._split)
         return torch.stack(found)
 
     def output(self, numbers: torch.Tensor, routing: RoutingSums | None = None) -> TokenOutputs:

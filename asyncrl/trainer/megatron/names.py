@@ -24,18 +24,22 @@ class Rule:
     columns    split by columns
     qkv        for each key-value head its queries, its key and its value; split by rows
     gate_up    each rank has its rows of the gate, then its rows of the up projection
+
+    `extent`: entries of the whole tensor along the dimension of its blocks: a number, or an attribute of `ModelSizes`.
+    Unused with qkv.
     """
 
     kind: Kind
     names: tuple[str, ...]
+    extent: str | int = "hidden_size"
 
 
 def _qkv(part: str) -> Rule:
     return Rule("qkv", tuple(f"self_attn.{p}_proj.{part}" for p in "qkv"))
 
 
-def _gate_up(place: str) -> Rule:
-    return Rule("gate_up", (f"{place}.gate_proj.weight", f"{place}.up_proj.weight"))
+def _gate_up(module: str, extent: str) -> Rule:
+    return Rule("gate_up", (f"{module}.gate_proj.weight", f"{module}.up_proj.weight"), extent)
 
 
 _INPUT_NORM = Rule("whole", ("input_layernorm.weight",))
@@ -45,19 +49,21 @@ LAYER: dict[str, Rule] = {
     "self_attention.linear_qkv.layer_norm_weight": _INPUT_NORM,
     "self_attention.linear_qkv.weight": _qkv("weight"),
     "self_attention.linear_qkv.bias": _qkv("bias"),
-    "self_attention.q_layernorm.weight": Rule("whole", ("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": Rule("whole", ("self_attn.k_norm.weight",)),
-    "self_attention.linear_proj.weight": Rule("columns", ("self_attn.o_proj.weight",)),
+    "self_attention.q_layernorm.weight": Rule("whole", ("self_attn.q_norm.weight",), "head_dim"),
+    "self_attention.k_layernorm.weight": Rule("whole", ("self_attn.k_norm.weight",), "head_dim"),
+    "self_attention.linear_proj.weight": Rule("columns", ("self_attn.o_proj.weight",), "attention_size"),
     "pre_mlp_layernorm.weight": _MLP_NORM,
     "mlp.linear_fc1.layer_norm_weight": _MLP_NORM,
-    "mlp.linear_fc1.weight": _gate_up("mlp"),
-    "mlp.linear_fc2.weight": Rule("columns", ("mlp.down_proj.weight",)),
-    "mlp.router.weight": Rule("whole", ("mlp.gate.weight",)),
-    "mlp.shared_experts.linear_fc1.weight": _gate_up("mlp.shared_expert"),
-    "mlp.shared_experts.linear_fc2.weight": Rule("columns", ("mlp.shared_expert.down_proj.weight",)),
-    "mlp.shared_experts.gate_weight": Rule("whole", ("mlp.shared_expert_gate.weight",)),
-    "mlp.experts.linear_fc1.weight": _gate_up("mlp.experts.{expert}"),
-    "mlp.experts.linear_fc2.weight": Rule("columns", ("mlp.experts.{expert}.down_proj.weight",)),
+    "mlp.linear_fc1.weight": _gate_up("mlp", "ffn_size"),
+    "mlp.linear_fc2.weight": Rule("columns", ("mlp.down_proj.weight",), "ffn_size"),
+    "mlp.router.weight": Rule("whole", ("mlp.gate.weight",), "num_experts"),
+    "mlp.shared_experts.linear_fc1.weight": _gate_up("mlp.shared_expert", "shared_expert_size"),
+    "mlp.shared_experts.linear_fc2.weight": Rule(
+        "columns", ("mlp.shared_expert.down_proj.weight",), "shared_expert_size"
+    ),
+    "mlp.shared_experts.gate_weight": Rule("whole", ("mlp.shared_expert_gate.weight",), 1),
+    "mlp.experts.linear_fc1.weight": _gate_up("mlp.experts.{expert}", "expert_size"),
+    "mlp.experts.linear_fc2.weight": Rule("columns", ("mlp.experts.{expert}.down_proj.weight",), "expert_size"),
 }
 """Tensor of a Megatron-core layer -> its rule. `{expert}`: the expert's number in the model. If two names share a rule,
 the second belongs to TransformerEngine's layers."""
@@ -146,39 +152,21 @@ def describe(name: str, sizes: ModelSizes, place: Place, first_layer: int) -> Lo
     rank, ranks = (place.tensor, place.num_tensor)
     if expert is not None:
         rank, ranks = (place.expert_tensor, place.num_expert_tensor)
-    return _in_layer(inside, rule.kind, names, sizes, rank, ranks)
+    return _in_layer(rule, names, sizes, rank, ranks)
 
 
-def _in_layer(inside: str, kind: Kind, names: Sequence[str], sizes: ModelSizes, rank: int, ranks: int) -> LocalTensor:
-    if kind == "whole":
-        return _whole(names[0], _length(inside, sizes))
-    if kind == "columns":
-        columns = _length(inside, sizes) // ranks
-        return LocalTensor((Block(names[0], 1, rank * columns, 0, columns),), True, 1)
-    if kind == "gate_up":
-        rows = _length(inside, sizes) // ranks
-        both = (Block(names[0], 0, rank * rows, 0, rows), Block(names[1], 0, rank * rows, rows, rows))
-        return LocalTensor(both, True, 0)
-    segments = list(_qkv_segments(names, sizes))
-    rows = sum(length for _, _, length in segments) // ranks
-    return LocalTensor(_cut(segments, 0, rank * rows, rows), True, 0)
-
-
-def _length(inside: str, sizes: ModelSizes) -> int:
-    """Entries of the whole tensor along the dimension of its blocks."""
-    if inside in ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"):
-        return sizes.head_dim
-    if inside == "self_attention.linear_proj.weight":
-        return sizes.num_heads * sizes.head_dim
-    if inside == "mlp.router.weight":
-        return sizes.num_experts
-    if inside == "mlp.shared_experts.gate_weight":
-        return 1
-    if inside.startswith("mlp.shared_experts."):
-        return sizes.shared_expert_size
-    if inside.startswith("mlp.experts."):
-        return sizes.expert_size
-    return sizes.ffn_size if inside.startswith("mlp.linear_fc") and inside.endswith(".weight") else sizes.hidden_size
+def _in_layer(rule: Rule, names: Sequence[str], sizes: ModelSizes, rank: int, ranks: int) -> LocalTensor:
+    if rule.kind == "qkv":
+        segments = list(_qkv_segments(names, sizes))
+        rows = sum(length for _, _, length in segments) // ranks
+        return LocalTensor(_cut(segments, 0, rank * rows, rows), True, 0)
+    extent = rule.extent if isinstance(rule.extent, int) else getattr(sizes, rule.extent)
+    if rule.kind == "whole":
+        return _whole(names[0], extent)
+    own = extent // ranks
+    if rule.kind == "columns":
+        return LocalTensor((Block(names[0], 1, rank * own, 0, own),), True, 1)
+    return LocalTensor(tuple(Block(name, 0, rank * own, i * own, own) for i, name in enumerate(names)), True, 0)
 
 
 def _qkv_segments(names: Sequence[str], sizes: ModelSizes) -> Iterator[tuple[str, int, int]]:

@@ -46,6 +46,11 @@ class ModelSizes:
     shared_expert_size: int = 0
     normalizes_experts: bool = True
 
+    @property
+    def attention_size(self) -> int:
+        """Width of all heads of the queries."""
+        return self.num_heads * self.head_dim
+
     @staticmethod
     def of_config(config: Mapping[str, Any]) -> ModelSizes:
         """`config`: of a loaded Hugging Face config, in which every key has a value."""

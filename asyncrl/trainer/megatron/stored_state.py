@@ -33,14 +33,6 @@ _CACHED = 3
 """Parameters cached in memory while another layout reads them block by block."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Captured:
-    """A rank's state in host memory. `header`: JSON; `tensors`: by name in the file."""
-
-    header: str
-    tensors: dict[str, torch.Tensor]
-
-
 @dataclass(frozen=True, slots=True)
 class _Range:
     """Entries `[start, stop)` of a flattened parameter, in a file."""
@@ -84,7 +76,7 @@ def header(
     return json.dumps(found | ({_CONVERTED: True} if converted else {}))
 
 
-def write(directory: Path, captured: Captured, group: dist.ProcessGroup) -> None:
+def write(directory: Path, described: str, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
     """Writes the files of all ranks; collective over `group`, which has no other users.
 
     Raises:
@@ -93,8 +85,7 @@ def write(directory: Path, captured: Captured, group: dist.ProcessGroup) -> None
     failure = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = file_of(directory, group.rank())
-        write_file(file, captured)
+        write_file(file_of(directory, group.rank()), described, tensors)
     except (OSError, SafetensorError) as error:
         failure = f"{type(error).__name__}: {error}"
     # Every rank learns of every failure, so all ranks raise or none does.
@@ -110,9 +101,9 @@ def file_of(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank:05d}.safetensors"
 
 
-def write_file(file: Path, captured: Captured) -> None:
-    """Raises OSError, SafetensorError."""
-    save_file(captured.tensors, file, metadata={_HEADER: captured.header})
+def write_file(file: Path, described: str, tensors: dict[str, torch.Tensor]) -> None:
+    """`described`: of `header`. Raises OSError, SafetensorError."""
+    save_file(tensors, file, metadata={_HEADER: described})
 
 
 class RankFiles:

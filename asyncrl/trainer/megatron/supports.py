@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.errors import ConfigError, explain
+from asyncrl.trainer.model_tensors import MODEL_TYPES
 from asyncrl.types import ModelFacts
 
-MODEL_TYPES = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 PACKAGES = ("megatron.core", "psutil")
 INSTALL = "pip install 'asyncrl[megatron]'"
 ENGINE, INSTALL_ENGINE = (

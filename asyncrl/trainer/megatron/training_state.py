@@ -19,7 +19,7 @@ from asyncrl.errors import StorageError, explain
 from asyncrl.trainer.backend import StoredAdapter
 from asyncrl.trainer.megatron.names import Block, LocalTensor, dim_of
 from asyncrl.trainer.megatron.sizes import ModelSizes
-from asyncrl.trainer.megatron.stored_state import MASTER, TOTAL_STEPS, Captured, RankFiles, file_of, header, write_file
+from asyncrl.trainer.megatron.stored_state import MASTER, TOTAL_STEPS, RankFiles, file_of, header, write_file
 from asyncrl.trainer.training_state import WEIGHT, TensorKind, TrainingState
 
 MAX_FILE_BYTES = 4 << 30
@@ -96,7 +96,7 @@ def write_training_state(
                 for kind, key in _KINDS.items()
             }
             described = header(number, len(files), numbers, parameters, converted=True)
-            write_file(file_of(directory, number), Captured(described, tensors))
+            write_file(file_of(directory, number), described, tensors)
     except (OSError, SafetensorError) as error:
         do = "make room there, or name another directory"
         raise StorageError(explain(f"write the trainer's state to {directory}", str(error), do)) from error

@@ -2,8 +2,10 @@
 
 The output layer and the softmax run over chunks of rows, in the forward pass and again in the backward pass, which
 recomputes the chunk's logits from the saved log-sum-exp. Extra memory peaks at a few chunks; the price is one more
-product with the output matrix.
-Legend: N tokens, C tokens of a chunk, D hidden size, V vocabulary, K further tokens per position.
+product with the output matrix. Where tensor-parallel ranks split the output layer (`SplitVocabulary`), the forward pass
+makes two reductions per chunk, over the largest logit and over three sums; the backward pass makes none.
+Legend: N tokens, C tokens of a chunk, D hidden size, V rows of the vocabulary on this rank, K further tokens per
+position.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from asyncrl.trainer.fsdp.memory import logits_per_chunk
+from asyncrl.trainer.model_tensors import logits_per_chunk
 
 IMPOSSIBLE = -1e4
 """Log-probability of a token outside the vocabulary: finite, and its probability is 0 in float32."""
@@ -33,6 +36,15 @@ class LogitRules:
     in_float32: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SplitVocabulary:
+    """An output layer of which each rank of `group` holds as many rows, in the order of the ranks; rows from `size` on
+    are padding and ignored."""
+
+    group: dist.ProcessGroup
+    size: int
+
+
 def token_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -41,6 +53,7 @@ def token_logprobs(
     *,
     temperature: float,
     rules: LogitRules = LogitRules(),
+    split: SplitVocabulary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`log_softmax((hidden @ weight.T + bias) / temperature)` at the targets, in float32.
 
@@ -48,14 +61,16 @@ def token_logprobs(
         hidden: [N, D], weight: [V, D], bias: [V] or None, all of one dtype. Logits are formed in this dtype, as the
             replicas do, or as `rules` say; everything after them is float32.
         targets: [N] int64.
+        split: `weight` holds this rank's rows, `hidden` is the same on every rank, and its gradient is this rank's
+            share: sum it over the ranks. Without a bias. Collective. None: `weight` holds the whole vocabulary.
 
     Returns:
-        Log-probabilities [N] float32 and entropies [N] float32 in nats, both differentiable. Unused outputs cost
-        nothing in the backward pass.
+        Log-probabilities [N] float32 and entropies [N] float32 in nats, both differentiable, the same on every rank.
+        Unused outputs cost nothing in the backward pass.
     """
     none = targets.new_zeros(len(targets), 0)
-    found = logprobs_beside(hidden, weight, bias, targets, none, temperature=temperature, rules=rules)
-    return found[0], found[1]
+    found = _TokenLogprobs.apply(hidden, weight, bias, targets, none, _Rows.of(weight, temperature, rules, split))
+    return found[0], found[1]  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
 
 
 def logprobs_beside(
@@ -78,7 +93,7 @@ def logprobs_beside(
     """
     rows = weight.shape[0]
     logprobs, entropy, of_others = _TokenLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        hidden, weight, bias, targets, others.clamp(max=rows - 1), 1.0 / temperature, rules
+        hidden, weight, bias, targets, others.clamp(max=rows - 1), _Rows.of(weight, temperature, rules, None)
     )
     return logprobs, entropy, of_others.masked_fill(others >= rows, IMPOSSIBLE)
 
@@ -101,6 +116,43 @@ def among_kept(
     return torch.where(has_some, logprobs - normalizer, logprobs), torch.where(has_some, own_entropy, entropy)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """This rank's rows of the vocabulary, `[first, first + count)`, and how their logits are formed: in chunks of
+    `chunk` tokens, multiplied by `scale`. `group` None: the rank holds all rows."""
+
+    first: int
+    count: int
+    group: dist.ProcessGroup | None
+    chunk: int
+    scale: float
+    in_float32: bool
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, temperature: float, rules: LogitRules, split: SplitVocabulary | None) -> _Rows:
+        held, group, first = weight.shape[0], None, 0
+        count = held
+        if split is not None:
+            group, first = split.group, split.group.rank() * held
+            count = min(max(split.size - first, 0), held)
+        # By the rows held, not by `count`: all ranks must make the same reductions.
+        chunk = max(1, (rules.per_chunk or logits_per_chunk(weight.device.type)) // held)
+        return cls(first, count, group, chunk, 1.0 / temperature, rules.in_float32)
+
+    def reduced(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """`values`, reduced over all ranks in place."""
+        if self.group is not None:
+            dist.all_reduce(values, op=operation, group=self.group)
+        return values
+
+    def own(self, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """1.0 if the target is one of this rank's rows, else 0.0; and its local row, 0 for the others."""
+        if self.group is None:
+            return torch.ones_like(targets_C, dtype=torch.float32), targets_C
+        own_C = (targets_C >= self.first) & (targets_C < self.first + self.count)
+        return own_C.float(), (targets_C - self.first).where(own_C, 0)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -110,29 +162,32 @@ class _TokenLogprobs(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         targets_N: torch.Tensor,
         others_NK: torch.Tensor,
-        scale: float,
-        rules: LogitRules,
+        rows: _Rows,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logprobs_N, normalizers_N, entropies_N = (
             torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device) for _ in range(3)
         )
         logprobs_NK = torch.empty(others_NK.shape, dtype=torch.float32, device=hidden_ND.device)
-        product = _Product(weight_VD, bias_V, scale, in_float32=rules.in_float32)
-        chunk = max(1, (rules.per_chunk or logits_per_chunk(hidden_ND.device.type)) // len(weight_VD))
-        # One chunk: logits -> log-probabilities in place -> the three results.
-        for start in range(0, len(targets_N), chunk):
-            rows = slice(start, start + chunk)
-            logits_CV = product(hidden_ND[rows])
-            largest_C = logits_CV.amax(-1)
-            rest_C = logits_CV.sub_(largest_C[:, None]).exp().sum(-1).log_()  # logsumexp would hold one more chunk
-            normalizers_N[rows] = largest_C + rest_C
-            logp_CV = logits_CV.sub_(rest_C[:, None])
-            logprobs_N[rows] = logp_CV.gather(-1, targets_N[rows, None]).squeeze(-1)
-            logprobs_NK[rows] = logp_CV.gather(-1, others_NK[rows])
-            entropies_N[rows] = -logp_CV.exp().mul_(logp_CV).sum(-1)
-            del logits_CV, logp_CV  # or they would coexist with the next chunk
+        product = _Product(weight_VD[: rows.count], bias_V, rows.scale, in_float32=rows.in_float32)
+        for start in range(0, len(targets_N), rows.chunk):
+            part = slice(start, start + rows.chunk)
+            logits_CV = product(hidden_ND[part])
+            largest_C = logits_CV.amax(-1) if rows.count else logits_CV.new_full((len(logits_CV),), -torch.inf)
+            shifted_CV = logits_CV.sub_(rows.reduced(largest_C, dist.ReduceOp.MAX)[:, None])
+            target_C, at_C = rows.own(targets_N[part])
+            if rows.count:
+                target_C = target_C * shifted_CV.gather(-1, at_C[:, None]).squeeze(-1)
+            exp_CV = shifted_CV.exp()
+            sums = torch.stack([exp_CV.sum(-1), exp_CV.mul_(shifted_CV).sum(-1), target_C])  # in this order: in place
+            total_C, weighted_C, target_C = rows.reduced(sums, dist.ReduceOp.SUM)
+            rest_C = total_C.log()
+            logprobs_N[part] = target_C - rest_C
+            logprobs_NK[part] = shifted_CV.gather(-1, others_NK[part]) - rest_C[:, None]
+            entropies_N[part] = rest_C - weighted_C / total_C
+            normalizers_N[part] = rest_C + largest_C
+            del logits_CV, shifted_CV, exp_CV  # or they would coexist with the next chunk
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, others_NK, normalizers_N, entropies_N)
-        ctx.scale, ctx.chunk, ctx.in_float32 = scale, chunk, rules.in_float32
+        ctx.rows = rows
         ctx.set_materialize_grads(False)
         return logprobs_N, entropies_N, logprobs_NK
 
@@ -140,6 +195,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_N, grad_entropy_N, grad_NK = grads
         hidden_ND, weight_VD, bias_V, targets_N, others_NK, normalizers_N, entropies_N = ctx.saved_tensors
+        rows: _Rows = ctx.rows
         grad_N = torch.zeros_like(normalizers_N) if grad_N is None else grad_N
         whole_N = grad_N if grad_NK is None else grad_N + grad_NK.sum(-1)
         # A log-probability's gradient reaches all logits through the softmax, so its sum over targets and others
@@ -149,31 +205,33 @@ class _TokenLogprobs(torch.autograd.Function):
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # neither if the output layer is frozen
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
-        product = _Product(weight_VD, bias_V, ctx.scale, in_float32=ctx.in_float32)
-        for start in range(0, len(targets_N), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            logits_CV = product(hidden_ND[rows])
-            scaled_C1 = whole_N[rows, None] * ctx.scale
+        product = _Product(weight_VD[: rows.count], bias_V, rows.scale, in_float32=rows.in_float32)
+        for start in range(0, len(targets_N), rows.chunk):
+            part = slice(start, start + rows.chunk)
+            logits_CV = product(hidden_ND[part])
+            scaled_C1 = whole_N[part, None] * rows.scale
             # d logprob / d logit = onehot(token) - softmax
-            logp_CV = logits_CV.sub_(normalizers_N[rows, None])
+            logp_CV = logits_CV.sub_(normalizers_N[part, None])
             if grad_entropy_N is None:
                 grad_CV = logp_CV.exp_().mul_(-scaled_C1)
             else:  # d entropy / d logit = - p (log p + entropy)
-                weight_CV = (logp_CV + entropies_N[rows, None]).mul_(grad_entropy_N[rows, None] * ctx.scale)
+                weight_CV = (logp_CV + entropies_N[part, None]).mul_(grad_entropy_N[part, None] * rows.scale)
                 grad_CV = weight_CV.add_(scaled_C1).mul_(logp_CV.exp_()).neg_()
-            grad_CV.scatter_add_(-1, targets_N[rows, None], grad_N[rows, None] * ctx.scale)
+            own_C, at_C = rows.own(targets_N[part])
+            if rows.count:
+                grad_CV.scatter_add_(-1, at_C[:, None], (grad_N[part] * own_C * rows.scale)[:, None])
             if grad_NK is not None:
-                grad_CV.scatter_add_(-1, others_NK[rows], grad_NK[rows] * ctx.scale)
+                grad_CV.scatter_add_(-1, others_NK[part], grad_NK[part] * rows.scale)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
             grad_CV = grad_CV.to(weight_VD.dtype)
-            grad_hidden_ND[rows] = grad_CV @ weight_VD
+            grad_hidden_ND[part] = grad_CV @ weight_VD[: rows.count]
             if grad_weight_VD is not None:
-                grad_weight_VD += grad_CV.T @ hidden_ND[rows]
+                grad_weight_VD[: rows.count] += grad_CV.T @ hidden_ND[part]
             del logits_CV, logp_CV, grad_CV
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_ND, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden_ND, grad_weight, grad_bias, None, None, None
 
 
 class _Product:
