@@ -15,8 +15,6 @@ from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.types import EndShares, LeaseManifest, LeaseWait
 from tests.make import group
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def spec(tmp_path):

@@ -22,8 +22,6 @@ from asyncrl.types import (
 )
 from tests.make import group, trajectory
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def spec(tmp_path):

@@ -11,8 +11,6 @@ from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.types import LeaseManifest, LeaseWait, Segment
 from tests.make import group
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def spec(tmp_path):

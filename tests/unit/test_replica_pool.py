@@ -11,8 +11,6 @@ from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, ProcessDied, RunFailed
 from asyncrl.inference.replica import Replica
 
-pytestmark = pytest.mark.unit
-
 
 class Control:
     """One process. `stopped`: it answers nothing until `go_on`; `renewed`: the controls that followed this one."""

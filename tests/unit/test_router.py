@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from asyncrl.errors import GenerationError
 from asyncrl.rollout.router import BLOCK_TOKENS, Router, prefix_blocks
 
-pytestmark = pytest.mark.unit
-
 
 def router(*replicas, **options):
     made = Router(**options)

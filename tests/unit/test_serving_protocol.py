@@ -26,8 +26,6 @@ from asyncrl.serving.protocol import forced_call, parse_chat, parse_completion
 from asyncrl.types import GenerationRequest, SamplingParams
 from tests.serving import byte_tokenizer
 
-pytestmark = pytest.mark.unit
-
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 

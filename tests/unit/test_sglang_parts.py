@@ -27,8 +27,6 @@ from asyncrl.inference.sglang.sampling_params import asked
 from asyncrl.inference.shared.stamped_stream import Output
 from asyncrl_testing.engine_client import make_request
 
-pytestmark = pytest.mark.unit
-
 RECORDED = json.loads((Path(__file__).parents[1] / "data/sglang_responses.json").read_text())["responses"]
 
 

@@ -31,8 +31,6 @@ from asyncrl.inference.vllm.streams import VllmStream
 from asyncrl.types import ModelFacts
 from asyncrl_testing.engine_client import make_request
 
-pytestmark = pytest.mark.unit
-
 
 def test_importing_the_adapter_loads_neither_vllm_nor_torch():
     code = "import sys, asyncrl.inference.vllm; print({'vllm', 'torch', 'ray'} & set(sys.modules))"
