@@ -74,8 +74,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """What goes one by one takes longest and begins; the others fit beside it. Reports say which tests are slow."""
+    """A test bears the mark of its folder. What goes one by one takes longest and begins; the others fit beside it.
+    Reports say which tests are slow."""
     for item in items:
+        item.add_marker(item.nodeid.split("/")[1])
         if item.get_closest_marker("slow"):
             item.user_properties.append(("slow", "yes"))
     items.sort(key=lambda item: 0 if item.nodeid.startswith(ONE_BY_ONE) else 2 if item.nodeid.startswith(LAST) else 1)

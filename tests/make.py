@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from asyncrl.types import Segment, Trajectory, TrajectoryGroup
+from asyncrl.queue.message_queue import MessageQueue, QueueSpec
+from asyncrl.types import LeaseManifest, Segment, Trajectory, TrajectoryGroup
 
 
 def trajectory(*, prompt=3, response=4, versions=(0,), reward=0.0, seed=0) -> Trajectory:
@@ -32,6 +38,27 @@ def trajectory(*, prompt=3, response=4, versions=(0,), reward=0.0, seed=0) -> Tr
 def group(ordinal=0, attempt=0, *, rewards=(0.0, 1.0), versions=(0,)) -> TrajectoryGroup:
     members = [trajectory(reward=r, versions=versions, seed=ordinal * 100 + i) for i, r in enumerate(rewards)]
     return TrajectoryGroup(ordinal, attempt, tuple(members))
+
+
+def queue_spec(directory: Path, **changes: Any) -> QueueSpec:
+    """Two groups a step, with a lag of one step and two attempts, or with `changes`."""
+    return replace(QueueSpec(2, 1, 100, 2, 0.1, False, directory / "events.jsonl"), **changes)
+
+
+async def train(queue: MessageQueue, step: int) -> LeaseManifest:
+    """What the step has leased; it is committed and published."""
+    manifest = await queue.lease(step, 0)
+    assert isinstance(manifest, LeaseManifest), manifest
+    await queue.commit(step)
+    await queue.published(step + 1)
+    return manifest
+
+
+async def begun(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task that had its first turn."""
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0)
+    return task
 
 
 needs_megatron = pytest.mark.skipif(

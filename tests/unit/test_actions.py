@@ -5,8 +5,6 @@ import pytest
 from asyncrl.environments.observation import for_policy, last_choice, last_match, last_tagged
 from tests.environments import chat_with
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(
     ("text", "names", "expected"),

@@ -4,8 +4,6 @@ import pytest
 
 from asyncrl.rollout.active_clock import ActiveClock
 
-pytestmark = pytest.mark.unit
-
 
 class Rig:
     def __init__(self, limit_s):

@@ -14,8 +14,6 @@ from asyncrl.config.algorithm import AlgorithmConfig, OverlongConfig
 from asyncrl.config.algorithm_parts import ADVANTAGES
 from asyncrl.errors import ConfigError
 
-pytestmark = pytest.mark.unit
-
 RAW = ("gae", "reinforce_plus_plus")
 RELATIVE = sorted(set(ADVANTAGES) - set(RAW))
 rewards = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=16)

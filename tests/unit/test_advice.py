@@ -7,8 +7,6 @@ import pytest
 from asyncrl.config.load import load_recipe
 from asyncrl.driver.preflight import advice
 
-pytestmark = pytest.mark.unit
-
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 

@@ -16,8 +16,6 @@ from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Segment
 from tests.environments import chat_with
 
-pytestmark = pytest.mark.unit
-
 CHAT = chat_with()
 LIMITS = TrajectoryLimits(total_tokens=5000, response_tokens=5000, turn_tokens=500)
 LAST_PLACE = 10

@@ -24,8 +24,6 @@ from asyncrl.observability.events import EventLog
 from asyncrl.types.events import EVENTS, RunFaulted
 from tests.unit.audit_model import COUNTS, LIMITS, STEPS, Event, Run, broken_promise, replay, sealed, surviving
 
-pytestmark = pytest.mark.unit
-
 
 def unconfirmed(log: bytes) -> list[Finding]:
     """What the hashes do not confirm."""

@@ -24,8 +24,6 @@ from asyncrl.observability.events import EventLog
 from asyncrl.types.events import ENVELOPE, EVENTS
 from tests.unit.audit_model import LIMITS, Event, Run, broken_promise, edited, mutations, sealed, surviving
 
-pytestmark = pytest.mark.unit
-
 RUNS = 40
 PLACES = 8
 """Of each kind of mutation."""

@@ -19,8 +19,6 @@ from asyncrl.types import LeaseManifest, PartialGroup, PartialTrajectory, Segmen
 from tests.make import group, trajectory
 from tests.unit.test_recipes import QUICKSTART
 
-pytestmark = pytest.mark.unit
-
 ALL = "rollout.agent.train=all_branches"
 QUEUE = {"max_groups": 100, "max_attempts": 3, "max_failed_fraction": 0.5, "dynamic_sampling": False}
 

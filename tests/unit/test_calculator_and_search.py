@@ -13,8 +13,6 @@ from asyncrl.environments.tools.calculator import Calculator
 from asyncrl.environments.tools.search import Search
 from asyncrl.errors import ConfigError
 
-pytestmark = pytest.mark.unit
-
 
 @given(st.integers(-999, 999), st.integers(-999, 999), st.sampled_from(["+", "-", "*"]))
 def test_integers_as_python_has_them(a, b, sign):

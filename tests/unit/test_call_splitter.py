@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from asyncrl.data.call_splitter import CallFormat, CallSplitter, joined_parts
 from asyncrl.data.tool_calls import PARSERS, ToolCall, ToolSignature, written
 
-pytestmark = pytest.mark.unit
-
 TOOLS = (ToolSignature("add", "a"), ToolSignature("search", "query"), ToolSignature("now"))
 FORMATS = st.builds(CallFormat, st.sampled_from(sorted(PARSERS)), st.just(TOOLS), st.booleans())
 WORDS = st.sampled_from(

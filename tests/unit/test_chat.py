@@ -15,8 +15,6 @@ from asyncrl.data.tool_calls import ToolPrompt
 from asyncrl.errors import DataError
 from tests.environments import PLAIN, QWEN, chat_with, tokenizer_with
 
-pytestmark = pytest.mark.unit
-
 SCHEMA = {"type": "function", "function": {"name": "calculator", "description": "adds", "parameters": {}}}
 TOOLS = ToolPrompt((SCHEMA,), "You can call calculator.")
 

@@ -15,8 +15,6 @@ from asyncrl.checkpoint.digests import verify
 from asyncrl.checkpoint.store import CheckpointStore, RunState, read_state
 from asyncrl.errors import StorageError
 
-pytestmark = pytest.mark.unit
-
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree")
 """Audit events of what touches the disk; a flush opens its file first."""

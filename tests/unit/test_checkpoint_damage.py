@@ -12,8 +12,6 @@ from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import CheckpointStore, RunState
 from asyncrl.errors import StorageError
 
-pytestmark = pytest.mark.unit
-
 
 def save(store, step):
     temporary = store.begin(step)

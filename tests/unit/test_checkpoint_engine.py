@@ -10,8 +10,6 @@ from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, Trans
 from asyncrl.inference.replica import Replica
 from asyncrl_testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer
 
-pytestmark = pytest.mark.unit
-
 
 def engine(
     *replicas,

@@ -10,8 +10,6 @@ from asyncrl.errors import ConfigError, StorageError
 from asyncrl.types.guard import GuardState
 from tests.unit.test_recipes import QUICKSTART
 
-pytestmark = pytest.mark.unit
-
 
 def save(store, step, recipe=None):
     temporary = store.begin(step)

@@ -9,8 +9,6 @@ import pytest
 from tools import ci_tests
 from tools.ci_tests import Outcome, choose, lane_of, run_within, seconds_in, speed_of, thirds, touched_units, units_of
 
-pytestmark = pytest.mark.unit
-
 A, B, C, D = (f"tests/e2e/test_{name}.py" for name in "abcd")
 SECONDS = {A: 100.0, B: 90.0, C: 20.0, D: 10.0, "sglang": 60.0, "environments": 30.0}
 UNITS = list(SECONDS)

@@ -5,13 +5,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
 import yaml
 
 from asyncrl.config.load import load_recipe
 from asyncrl.driver.cluster.placement import place_run
 
-pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
 

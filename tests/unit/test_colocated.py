@@ -13,8 +13,6 @@ from asyncrl.rollout.replica_time import ReplicaUse
 from tests.unit.test_preflight import checked  # noqa: F401 - a fixture
 from tests.unit.test_recipes import ROOT
 
-pytestmark = pytest.mark.unit
-
 SHORT = ("trainer.step_timeout_s=60", "weights.publish_timeout_s=60")
 
 

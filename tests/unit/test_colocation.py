@@ -3,14 +3,10 @@
 import json
 from types import SimpleNamespace
 
-import pytest
-
 from asyncrl.driver.colocation import Turns
 from asyncrl.driver.step_record import StepClock
 from asyncrl.observability.events import EventLog
 from asyncrl.types import ReplicaTable
-
-pytestmark = pytest.mark.unit
 
 
 async def test_the_turn_of_the_first_step_is_asked_for_as_0_and_told_as_1(tmp_path):

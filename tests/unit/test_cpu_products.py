@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from asyncrl.kernels import cpu_products
 
-pytestmark = pytest.mark.unit
-
 MATRICES = {
     "rows": lambda m, n: torch.randn(m, n),
     "columns": lambda m, n: torch.randn(n, m).t(),

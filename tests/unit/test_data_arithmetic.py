@@ -15,8 +15,6 @@ from asyncrl.data.dataset import load_rows
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards import build_reward
 
-pytestmark = pytest.mark.unit
-
 TOOL = Path(__file__).parents[2] / "tools" / "make_arithmetic_dataset.py"
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
 

@@ -10,8 +10,6 @@ from asyncrl.data.dataset import HubName, load_rows, parse_hub_name, read_hub
 from asyncrl.data.rows import ChatMessage
 from asyncrl.errors import DataError
 
-pytestmark = pytest.mark.unit
-
 
 def records(*questions: str) -> list[dict]:
     return [

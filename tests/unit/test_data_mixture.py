@@ -17,8 +17,6 @@ from asyncrl.data.prompts import SourceRows
 from asyncrl.data.training_set import training_prompts
 from asyncrl.errors import DataError
 
-pytestmark = pytest.mark.unit
-
 RENDERER = SimpleNamespace(
     text=lambda row: row.messages[0].content,
     tokens_over=lambda row, text, limit: len(text) if len(text) > limit else None,

@@ -13,8 +13,6 @@ from asyncrl.data.tokenizer import vocabulary
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import ModelFacts
 
-pytestmark = pytest.mark.unit
-
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 192, "max_position_embeddings": 1024}
 

@@ -4,8 +4,6 @@ from hypothesis import strategies as st
 
 from asyncrl.data.prompt_stream import PromptStream
 
-pytestmark = pytest.mark.unit
-
 num_rows = st.integers(1, 60)
 seeds = st.integers(0, 2**64 - 1)
 

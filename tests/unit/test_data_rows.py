@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from asyncrl.data.rows import ChatMessage, PromptRow, parse_json_line, parse_record, to_record
 from asyncrl.errors import DataError
 
-pytestmark = pytest.mark.unit
-
 RECORD = {
     "data_source": "math_dapo",
     "prompt": [{"content": "What is 6 * 7?", "role": "user"}],

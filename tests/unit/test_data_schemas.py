@@ -9,8 +9,6 @@ from asyncrl.data.dataset import load_rows
 from asyncrl.data.rows import ChatMessage, parse_record
 from asyncrl.errors import DataError
 
-pytestmark = pytest.mark.unit
-
 DAPO = {
     "data_source": "math_dapo",
     "prompt": [{"content": "What is 6 * 7?", "role": "user"}],

@@ -12,8 +12,6 @@ from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, render_rows, stop_texts, stop_token_ids
 from asyncrl.errors import ConfigError, DataError
 
-pytestmark = pytest.mark.unit
-
 VOCABULARY = ["[UNK]", "<end>", "<user>", "<assistant>", "<think>", "a", "b", "c", "STOP"]
 TEMPLATE = (
     "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('only user turns') }}{% endif %}"

@@ -13,8 +13,6 @@ from asyncrl.errors import ConfigError, GenerationError, WeightTransferError
 from asyncrl.types import ModelFacts
 from asyncrl_testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer
 
-pytestmark = pytest.mark.unit
-
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 
 

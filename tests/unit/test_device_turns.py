@@ -7,8 +7,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.driver.fleet.device_turns import DeviceTurns
 
-pytestmark = pytest.mark.unit
-
 ENGINES = st.integers(0, 2)
 
 

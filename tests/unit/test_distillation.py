@@ -16,8 +16,6 @@ from asyncrl.trainer.step.batch import pack
 from asyncrl.types import Lengths, TrainSequence
 from tests.make import group, trajectory
 
-pytestmark = pytest.mark.unit
-
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 DISTILLS = ["teacher.path=t", "algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false"]
 

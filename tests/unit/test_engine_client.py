@@ -7,8 +7,6 @@ import pytest
 from asyncrl_testing.engine_client import Client, TooLate, again_if_late, make_request, within
 from asyncrl_testing.fake_engine import FakeEngine
 
-pytestmark = [pytest.mark.unit, pytest.mark.asyncio]
-
 
 @pytest.mark.parametrize(("late", "tries"), [(0, 1), (4, 5)])
 async def test_a_test_that_came_too_late_begins_again_with_an_engine_that_runs(late, tries):

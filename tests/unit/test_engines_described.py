@@ -26,8 +26,6 @@ from asyncrl.types import ModelFacts
 from tests.environments import QWEN, tokenizer_with
 from tests.unit.test_recipes import ROOT
 
-pytestmark = pytest.mark.unit
-
 LENGTH = 512
 VISION = {"depth": 32, "hidden_size": 1280, "patch_size": 14}
 

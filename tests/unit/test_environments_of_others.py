@@ -17,8 +17,6 @@ from asyncrl.errors import ConfigError
 from tests.environments import chat_with
 from tests.unit.test_recipes import QUICKSTART, ROOT
 
-pytestmark = pytest.mark.unit
-
 OTHERS = ("gymnasium", "openenv", "verifiers")
 
 

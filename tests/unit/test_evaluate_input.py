@@ -9,8 +9,6 @@ from asyncrl.commands.evaluate import _parser, load_evaluation, main
 from tests.environments import QWEN, tokenizer_with
 from tests.unit.test_recipes import ROOT
 
-pytestmark = pytest.mark.unit
-
 REMOTE = "rollout.engine=remote rollout.remote.urls=[http://a] rollout.num_replicas=1"
 
 

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from asyncrl.rollout.evaluation import Answer, mean_interval, pass_at_k, summarise, wilson_interval
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize("number", range(1, 8))
 def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_one(number):

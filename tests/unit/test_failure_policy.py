@@ -18,8 +18,6 @@ from asyncrl.errors import (
 )
 from asyncrl.remote.failure_policy import FailureAction, failure_action
 
-pytestmark = pytest.mark.unit
-
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 PROCESSES = {
     "replica": Process("replica", 1),

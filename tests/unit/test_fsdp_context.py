@@ -13,8 +13,6 @@ from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl.types import ModelFacts
 from asyncrl.types.models import LayerSizes
 
-pytestmark = pytest.mark.unit
-
 
 def facts(heads, kv_heads):
     return ModelFacts("model", is_local=True, sizes=LayerSizes(heads=heads, kv_heads=kv_heads))

@@ -4,8 +4,6 @@ import pytest
 from asyncrl.queue.group_files import ARRAYS, load_groups, save_groups
 from tests.make import group
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_groups_survive_a_round_trip(tmp_path, count):

@@ -19,8 +19,6 @@ from asyncrl.rollout.judge import Judge, read_worth
 from asyncrl.types import Generation, Segment
 from tools.make_tiny_model import build_tokenizer
 
-pytestmark = pytest.mark.unit
-
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 ROW = PromptRow((ChatMessage("user", "What is 3 + 4?"),), "7", "arithmetic", (), "sums.jsonl:12")
 GIVEN = {}

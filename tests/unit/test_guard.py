@@ -23,8 +23,6 @@ from asyncrl.types.guard import LAG_BUCKETS, LAST_OF_BUCKET, GuardState
 from asyncrl.types.metrics import Metric
 from asyncrl_testing.local import LocalActor
 
-pytestmark = pytest.mark.unit
-
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 SICK, BETWEEN, WELL = 2.0, 0.8, 0.1
 

@@ -21,8 +21,6 @@ from asyncrl.types import Ticket
 from asyncrl.types.events import RunFaulted
 from tests.unit.test_recipes import QUICKSTART
 
-pytestmark = pytest.mark.unit
-
 SECRET = 'hunter2 "quoted" größer'
 ROW = PromptRow((ChatMessage("user", "?"),), "-", "x", (), "f:1")
 

@@ -1,13 +1,10 @@
 """Copies of a state in host memory: a copy in use is not written to, and the memory of others is used again."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.trainer.host_copies import HostCopies
-
-pytestmark = pytest.mark.unit
 
 SHAPES = [{"weight": (3, 4), "step": ()}, {"weight": (3, 4), "step": (), "more": (5,)}, {"weight": (4, 3)}]
 ACTS = st.lists(st.tuples(st.sampled_from(["copy", "give back first", "give back last"]), st.sampled_from(SHAPES)))

@@ -10,8 +10,6 @@ import pytest
 
 from asyncrl.config.hub import use_cache_if_unreachable
 
-pytestmark = pytest.mark.unit
-
 
 class _Refusing(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:

@@ -4,8 +4,6 @@ import pytest
 
 from tools.import_graph import ImportGraph
 
-pytestmark = pytest.mark.unit
-
 FILES = {
     "pyproject.toml": "",
     "asyncrl/__init__.py": "",

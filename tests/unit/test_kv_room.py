@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +11,6 @@ from asyncrl.inference.shared.kv_admission import KvAdmission
 from asyncrl.inference.shared.kv_room import HISTORY, KvCapacity, KvRoom, Occupant
 from asyncrl.inference.shared.streams import RequestStream
 from asyncrl_testing.engine_client import make_request
-
-pytestmark = pytest.mark.unit
 
 BLOCK = 16
 

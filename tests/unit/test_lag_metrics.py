@@ -12,8 +12,6 @@ from asyncrl.types import GroupSummary, LeaseManifest, Lengths, TokenLag
 from asyncrl.types.guard import LAG_BUCKETS, lag_bucket, lag_buckets_to
 from asyncrl.types.metrics import Metric
 
-pytestmark = pytest.mark.unit
-
 MAX_LAG = 20
 
 

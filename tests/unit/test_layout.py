@@ -10,8 +10,6 @@ from asyncrl.config.trainer import Layout, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.backends import BACKENDS, open_checkpoint
 
-pytestmark = pytest.mark.unit
-
 sizes = st.integers(1, 4)
 
 

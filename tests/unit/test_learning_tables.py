@@ -10,8 +10,6 @@ import pytest
 
 from asyncrl.config.load import load_recipe
 
-pytestmark = pytest.mark.unit
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from asyncrl.trainer.length_classes import MAX_WORK_RATIO, length_classes, spared_work
 
-pytestmark = pytest.mark.unit
-
 LENGTHS = st.lists(st.integers(1, 12) | st.integers(1, 400), min_size=1, max_size=8)
 RATIOS, SPARED = st.sampled_from([1.0, 1.05, 1.25, 2.0]), st.sampled_from([0, 20, 4096])
 

@@ -9,8 +9,6 @@ from packaging.requirements import Requirement
 
 from tools.lock import PINS, TORCH
 
-pytestmark = pytest.mark.unit
-
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -7,8 +7,6 @@ import pytest
 
 from tools.judge_answers import asyncrl, dapo, math_verify, read_answers
 
-pytestmark = pytest.mark.unit
-
 ANSWERS = read_answers()
 BY_NAME = [pytest.param(row, id=row["name"]) for row in ANSWERS]
 

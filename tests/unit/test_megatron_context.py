@@ -12,8 +12,6 @@ from asyncrl.trainer.megatron.context import split_row
 from asyncrl.trainer.packed_attention import packed_attention, split_attention
 from asyncrl.trainer.step.batch import PackedLayout
 
-pytestmark = pytest.mark.unit
-
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 RANKS, MULTIPLES = st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4])
 

@@ -21,8 +21,6 @@ from asyncrl.trainer.megatron.stored_state import RankFiles, header
 from asyncrl.trainer.megatron.supports import require_package
 from asyncrl.types import ModelFacts
 
-pytestmark = pytest.mark.unit
-
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart_megatron.yaml"
 
 CONFIG = {

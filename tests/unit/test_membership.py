@@ -20,8 +20,6 @@ from asyncrl.errors import DeadlineExceeded, NoPlace, ProcessDied
 from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.types import ReplicaState
 
-pytestmark = pytest.mark.unit
-
 TABLE = """
              started   committed  hold      lease   lease_ended  fenced    late       answered  failed  leave
 starting     newcomer  -          -         -       -            -         -          -         dead    leaving

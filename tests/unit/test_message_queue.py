@@ -13,41 +13,38 @@ from asyncrl.errors import LedgerError, RunFailed
 from asyncrl.queue.masking import StoredGroup, summarize
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.types import EndShares, LeaseManifest, LeaseWait
-from tests.make import group
-
-pytestmark = pytest.mark.unit
+from tests.make import begun, group, queue_spec, train
 
 
 @pytest.fixture
 def spec(tmp_path):
-    return QueueSpec(
-        groups_per_step=2,
-        max_lag=1,
-        max_groups=100,
-        max_attempts=2,
-        max_failed_fraction=0.1,
-        dynamic_sampling=False,
-        events_path=tmp_path / "events.jsonl",
-    )
+    return queue_spec(tmp_path)
+
+
+@pytest.fixture
+def queue(spec):
+    return MessageQueue(spec)
 
 
 async def fill(queue, count=10, **options):
     tickets = await admit(queue, count)
+    await put(queue, *tickets, **options)
+    return tickets
+
+
+async def put(queue, *tickets, **options):
     for t in tickets:
         await queue.put(t, group(t.ordinal, t.attempt, versions=(t.version,), **options))
-    return tickets
 
 
 async def admit(queue, count=10, client=""):
     return (await queue.admit(count, 0, client)).tickets
 
 
-async def test_the_round_of_a_group(spec):
-    queue = MessageQueue(spec)
+async def test_the_round_of_a_group(queue):
     tickets = await fill(queue)
     assert [t.ordinal for t in tickets] == [0, 1, 2, 3]
     manifest = await queue.lease(0, 0)
-    assert isinstance(manifest, LeaseManifest)
     assert [g.ordinal for g in manifest.groups] == [0, 1]
     assert manifest.groups[0].rewards == (0.0, 1.0)
     assert manifest.groups[0].trained_tokens == 8
@@ -65,40 +62,32 @@ async def test_the_round_of_a_group(spec):
 async def test_lags_are_split_by_where_they_arose(spec):
     queue = MessageQueue(replace(spec, max_lag=2))
     tickets = await admit(queue, 6)
-    for t in tickets[:2]:
-        await queue.put(t, group(t.ordinal, versions=(0,)))
-    await queue.lease(0, 0)
-    await queue.commit(0)
-    await queue.published(1)
+    await put(queue, *tickets[:2])
+    await train(queue, 0)
     for t in tickets[2:]:
         await queue.put(t, group(t.ordinal, versions=(0, 1)))
     manifest = await queue.lease(1, 0)
-    assert isinstance(manifest, LeaseManifest)
     (first, _) = manifest.groups
     assert (first.lag_max, first.lag_sum, first.lag_in_flight_sum, first.trained_tokens) == (1, 4, 4, 8)
     assert (first.segments, first.interrupted) == (4, 2)
 
 
-async def test_a_lease_waits_for_the_last_group_and_says_what_is_missing(spec):
-    queue = MessageQueue(spec)
+async def test_a_lease_waits_for_the_last_group_and_says_what_is_missing(queue):
     first, second, *_ = await admit(queue, 4)
     await queue.put(first, group(first.ordinal))
     answer = await queue.lease(0, 0.01)
     assert isinstance(answer, LeaseWait)
     assert (answer.missing, answer.counts.running) == (1, 3)
-    waiting = asyncio.create_task(queue.lease(0, 10))
-    await asyncio.sleep(0)
+    waiting = await begun(queue.lease(0, 10))
     await queue.put(second, group(second.ordinal))
     assert isinstance(await asyncio.wait_for(waiting, 5), LeaseManifest)
 
 
-async def test_admission_wakes_up_with_the_publish(spec):
-    queue = MessageQueue(spec)
+async def test_admission_wakes_up_with_the_publish(queue):
     await fill(queue)
     await queue.lease(0, 0)
     await queue.commit(0)
-    waiting = asyncio.create_task(queue.admit(10, 10))
-    await asyncio.sleep(0)
+    waiting = await begun(queue.admit(10, 10))
     await queue.published(1)
     assert len((await asyncio.wait_for(waiting, 5)).tickets) == 2
 
@@ -110,12 +99,10 @@ async def test_groups_without_signal_are_filtered_and_their_slot_is_free(spec):
     assert len(await admit(queue, 10)) == 4
 
 
-async def test_wait_idle(spec):
-    queue = MessageQueue(spec)
+async def test_wait_idle(queue):
     tickets = await admit(queue, 10)
     assert not await queue.wait_idle(0.01)
-    for t in tickets:
-        await queue.put(t, group(t.ordinal))
+    await put(queue, *tickets)
     assert await queue.wait_idle(0.01)
 
 
@@ -128,11 +115,9 @@ async def test_too_many_failures_end_the_run(spec):
         await queue.lease(0, 0)
 
 
-async def test_a_restored_queue_trains_the_same_ordinals_once(spec, tmp_path):
-    queue = MessageQueue(spec)
+async def test_a_restored_queue_trains_the_same_ordinals_once(spec, queue, tmp_path):
     tickets = await admit(queue, 4)
-    for t in tickets[:3]:
-        await queue.put(t, group(t.ordinal))
+    await put(queue, *tickets[:3])
     await queue.lease(0, 0)
     await queue.commit(0)
     await queue.capture([])
@@ -152,12 +137,10 @@ async def test_a_restored_queue_trains_the_same_ordinals_once(spec, tmp_path):
     assert len(await restored.fetch([(2, 0), (3, 1)])) == 2
 
 
-async def test_every_transition_is_an_event(spec):
-    queue = MessageQueue(spec)
+async def test_every_transition_is_an_event(spec, queue):
     tickets = await admit(queue, 3)
     await queue.nack(tickets[0], "Traceback ...\nValueError: bad reward")
-    for t in tickets[1:]:
-        await queue.put(t, group(t.ordinal))
+    await put(queue, *tickets[1:])
     await queue.lease(0, 0)
     await queue.commit(0)
     events = [json.loads(line) for line in spec.events_path.read_text().splitlines()]
@@ -172,15 +155,11 @@ async def test_a_straggler_is_given_up_told_once_and_generated_again(spec, monke
     queue = MessageQueue(replace(spec, groups_per_step=1, on_overdue="refill"))
     late, other = await admit(queue)
     await queue.put(other, group(1))
-    await queue.lease(0, 0)
-    await queue.commit(0)
-    await queue.published(1)
+    await train(queue, 0)
     (third,) = await admit(queue)
     await queue.put(third, group(2, versions=(1,)))
-    waiting = asyncio.create_task(queue.admit(10, 10))
-    await asyncio.sleep(0)
+    waiting = await begun(queue.admit(10, 10))
     manifest = await queue.lease(1, 0)
-    assert isinstance(manifest, LeaseManifest)
     assert [g.ordinal for g in manifest.groups] == [2]
     admission = await asyncio.wait_for(waiting, 5)
     assert admission.cancelled == (late,)
@@ -203,8 +182,7 @@ async def test_a_straggler_is_given_up_told_once_and_generated_again(spec, monke
 async def test_a_lowered_limit_ends_groups_at_once_and_a_waiting_admission_hears_of_it(spec):
     queue = MessageQueue(replace(spec, max_lag=2))
     trained, late = await admit(queue, 4), await admit(queue)
-    for t in trained:
-        await queue.put(t, group(t.ordinal))
+    await put(queue, *trained)
     for step in (0, 1):
         assert isinstance(await queue.lease(step, 0), LeaseManifest)
         with pytest.raises(LedgerError, match="are leased"):
@@ -212,8 +190,7 @@ async def test_a_lowered_limit_ends_groups_at_once_and_a_waiting_admission_hears
         await queue.commit(step)
         await queue.published(step + 1)
         await admit(queue)
-    waiting = asyncio.create_task(queue.admit(10, 10))
-    await asyncio.sleep(0)
+    waiting = await begun(queue.admit(10, 10))
     counts = await queue.limit_lag(1)
     assert (counts.expired, counts.running) == (2, 4)
     admission = await asyncio.wait_for(waiting, 5)
@@ -224,13 +201,11 @@ async def test_a_lowered_limit_ends_groups_at_once_and_a_waiting_admission_hears
     assert len(await admit(queue)) == 2, "a higher limit admits more groups"
 
 
-async def test_nothing_goes_to_a_rollouter_that_is_gone(spec):
-    queue = MessageQueue(spec)
+async def test_nothing_goes_to_a_rollouter_that_is_gone(queue):
     tickets = await admit(queue, 3, "one")
     await queue.put(tickets[0], group(0))
     (of_other,) = await admit(queue, 1, "other")
-    waiting = asyncio.create_task(queue.admit(10, 10, "one"))
-    await asyncio.sleep(0)
+    waiting = await begun(queue.admit(10, 10, "one"))
     assert await queue.take_back_all("it died", "one") == 2
     assert (await asyncio.wait_for(waiting, 5)).tickets == ()
     assert await admit(queue, 10, "one") == (), "it counts as dead"
@@ -249,9 +224,7 @@ async def test_rollouters_that_wait_get_equal_shares_of_what_comes_free(tmp_path
         assert len(await admit(queue, count, client)) == count
     waiting = [asyncio.create_task(queue.admit(1000, 10, client)) for client in clients]
     await asyncio.sleep(0)
-    await queue.lease(0, 0)
-    await queue.commit(0)
-    await queue.published(1)
+    await train(queue, 0)
     for _ in range(20):  # enough turns for all that were woken
         await asyncio.sleep(0)
     for task in waiting:
@@ -261,8 +234,7 @@ async def test_rollouters_that_wait_get_equal_shares_of_what_comes_free(tmp_path
     assert max(have[client] for client in clients) <= max([*held, -(-(sum(held) + size) // len(held))])
 
 
-async def test_a_group_of_undone_weights_is_generated_again(spec):
-    queue = MessageQueue(spec)
+async def test_a_group_of_undone_weights_is_generated_again(queue):
     ticket, *_ = await admit(queue)
     await queue.put(ticket, group(ticket.ordinal, versions=(0, 3)))
     counts = await queue.counts()
@@ -271,8 +243,7 @@ async def test_a_group_of_undone_weights_is_generated_again(spec):
     assert (again.ordinal, again.attempt) == (0, 1)
 
 
-async def test_the_answer_to_a_commit_has_the_next_lease_where_its_groups_are_ready(spec):
-    queue = MessageQueue(spec)
+async def test_the_answer_to_a_commit_has_the_next_lease_where_its_groups_are_ready(queue):
     await fill(queue)
     await queue.lease(0, 0)
     committed = await queue.commit(0, leases_next=True)
@@ -293,16 +264,11 @@ async def test_what_the_next_step_would_lease_is_foreseen_and_fetched_without_a_
     queue = MessageQueue(replace(spec, max_lag=2))
     tickets = await admit(queue, 6)
 
-    async def put(*these):
-        for t in these:
-            await queue.put(t, group(t.ordinal, t.attempt, versions=(t.version,)))
-
-    await put(*tickets[:3])
+    await put(queue, *tickets[:3])
     await queue.lease(0, 0)
     assert await queue.foresee(1, 0) == (), "one more is needed"
-    waiting = asyncio.create_task(queue.foresee(1, 5))
-    await asyncio.sleep(0)
-    await put(tickets[5])
+    waiting = await begun(queue.foresee(1, 5))
+    await put(queue, tickets[5])
     foreseen = await waiting
     assert [(g.ordinal, g.lag_max) for g in foreseen] == [(2, 1), (5, 1)]
     keys = [(2, 0), (5, 1), (3, 0)]
@@ -310,7 +276,7 @@ async def test_what_the_next_step_would_lease_is_foreseen_and_fetched_without_a_
     assert ahead.keys() == {(2, 0), (5, 1)}, "group 3 is not foreseen"
     with pytest.raises(LedgerError, match="fetch of group 2"):
         await queue.fetch([(2, 0)])
-    await put(tickets[3])
+    await put(queue, tickets[3])
     assert [g.ordinal for g in await queue.foresee(1, 0)] == [2, 3], "as things are now"
     lease = (await queue.commit(0, leases_next=True)).lease
     assert lease.groups == (await queue.lease(1, 0)).groups

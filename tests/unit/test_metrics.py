@@ -21,8 +21,6 @@ from asyncrl.types.events import CheckpointFailed, ReplicaFailed
 from asyncrl.types.metrics import QUEUE_METRICS, REQUIRED, Metric
 from tests.unit.test_recipes import QUICKSTART
 
-pytestmark = pytest.mark.unit
-
 
 def record(step, **more):
     return dict.fromkeys(REQUIRED, 0.0) | {"step": step} | more

@@ -7,8 +7,6 @@ from asyncrl.driver.fleet.model_pools import ClusterGpus, pool_gpus
 from asyncrl.errors import ConfigError
 from tests.unit.test_recipes import QUICKSTART
 
-pytestmark = pytest.mark.unit
-
 
 def recipe(*overrides):
     teacher = ("teacher.path=teacher", "teacher.num_replicas=2", "algorithm.distillation.coefficient=0.5")

@@ -7,8 +7,6 @@ import torch
 
 from asyncrl.types import Segment, Trajectory
 
-pytestmark = pytest.mark.unit
-
 PLAIN = {
     "prompt_ids": np.array([5, 6], np.int32),
     "response_ids": np.array([7, 8, 9], np.int32),

@@ -20,8 +20,6 @@ from asyncrl.types import LeaseManifest
 from tests.make import group
 from tests.unit.test_message_queue import spec  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.unit
-
 RUNS = 60
 TICKS = 1000
 """Tokens that a group has per second of work."""

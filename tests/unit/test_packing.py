@@ -13,8 +13,6 @@ from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
 from tests.unit.test_recipes import QUICKSTART
 
-pytestmark = pytest.mark.unit
-
 LONGEST = 40
 
 

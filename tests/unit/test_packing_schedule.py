@@ -2,8 +2,6 @@ import pytest
 
 from asyncrl.trainer.step.loop import learning_rate
 
-pytestmark = pytest.mark.unit
-
 
 def test_warm_up_is_linear_and_ends_at_the_peak():
     assert [learning_rate(s, peak=8.0, warmup_steps=4) for s in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]

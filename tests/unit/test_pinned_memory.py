@@ -9,7 +9,6 @@ from asyncrl.trainer.host_copies import HostState, Slot
 from asyncrl.weights.pinned_memory import pin, pinned_empty, unpin
 from asyncrl_testing.cuda_driver import FakeDriver
 
-pytestmark = pytest.mark.unit
 GPU = torch.device("cuda", 3)
 
 

@@ -11,8 +11,6 @@ from asyncrl.config.load import load_recipe
 from asyncrl.driver.cluster.placement import Demand, describe_demand, fit, place_run, plan_placement, words
 from asyncrl.errors import ConfigError
 
-pytestmark = pytest.mark.unit
-
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 NODES = st.lists(st.integers(0, 8), min_size=1, max_size=6)
 FEW = st.integers(1, 12)

@@ -15,8 +15,6 @@ from asyncrl.json_records import from_plain
 from asyncrl.queue.ledger import LedgerSnapshot
 from asyncrl.ranges import NonNegative, Share
 
-pytestmark = pytest.mark.unit
-
 
 @dataclass(frozen=True)
 class Inner:

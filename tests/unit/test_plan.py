@@ -17,8 +17,6 @@ from asyncrl.plan.shared_replica import SharedReplica, SimulatedGroup, Simulated
 from asyncrl.plan.simulation import DrawnWorkload, Simulation
 from benchmarks.verl_table import ROWS, costs, prediction
 
-pytestmark = pytest.mark.unit
-
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 SYNC = {"max_lag": 0, "empties_queue": True, "interrupt": "drain"}
 ONE_STEP_OFF = {"max_lag": 1, "empties_queue": True, "interrupt": "drain"}

@@ -21,8 +21,6 @@ from asyncrl.plan.simulation import Simulation
 from asyncrl.report.run_files import read_run, read_spans
 from asyncrl.types.metrics import Metric
 
-pytestmark = pytest.mark.unit
-
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 STEPS, START, STEP_S = 20, 1_700_000_000.0, 2.0

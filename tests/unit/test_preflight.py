@@ -13,8 +13,6 @@ from asyncrl.errors import ConfigError, DataError
 from tests.environments import QWEN, tokenizer_with
 from tests.unit.test_recipes import ROOT
 
-pytestmark = pytest.mark.unit
-
 MISTRAL = QWEN.replace("<tool_call>", "[TOOL_CALLS]")
 
 

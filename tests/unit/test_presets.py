@@ -14,8 +14,6 @@ from asyncrl.config.algorithm import AdvantageName, AlgorithmConfig, CorrectionN
 from asyncrl.config.load import load_recipe, presets
 from asyncrl.errors import ConfigError
 
-pytestmark = pytest.mark.unit
-
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 FILES = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))

@@ -9,8 +9,6 @@ import pytest
 from asyncrl.errors import RunFailed
 from asyncrl.queue.budgets import EndBudgets, EndWindow
 
-pytestmark = pytest.mark.unit
-
 
 def budgets(**changes):
     limits = {"max_failed": 0.25, "failed_window": 64, "max_filtered": 0.9, "filtered_window": 20} | changes

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import LedgerError
 from asyncrl.queue.group_files import CALL_ARRAYS, load_partials, save_partials
-from asyncrl.queue.message_queue import MessageQueue, QueueSpec
+from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.types import (
     EndShares,
     Generation,
@@ -20,22 +20,17 @@ from asyncrl.types import (
     Segment,
     Ticket,
 )
-from tests.make import group, trajectory
-
-pytestmark = pytest.mark.unit
+from tests.make import group, queue_spec, train, trajectory
 
 
 @pytest.fixture
 def spec(tmp_path):
-    return QueueSpec(
-        groups_per_step=2,
-        max_lag=2,
-        max_groups=100,
-        max_attempts=3,
-        max_failed_fraction=0.5,
-        dynamic_sampling=False,
-        events_path=tmp_path / "events.jsonl",
-    )
+    return queue_spec(tmp_path, max_lag=2, max_attempts=3, max_failed_fraction=0.5)
+
+
+@pytest.fixture
+def queue(spec):
+    return MessageQueue(spec)
 
 
 def call(*versions, seed=0, finish_reason="abort"):
@@ -102,25 +97,31 @@ async def saved(queue, directory, partials):
     return directory
 
 
-async def step(queue, number):
-    """Puts what is running but ticket 0, trains and publishes one step."""
+async def put_rest(queue):
+    """All that is running but ticket 0."""
     for t in (await queue.admit(100, 0)).tickets:
         if t.ordinal:
             await queue.put(t, group(t.ordinal, t.attempt, versions=(t.version,)))
-    assert isinstance(await queue.lease(number, 0), LeaseManifest)
-    await queue.commit(number)
-    await queue.published(number + 1)
 
 
-async def test_a_running_group_gets_its_tokens_back_once_under_its_new_ticket(spec, tmp_path):
-    queue = MessageQueue(spec)
+async def step(queue, number):
+    """Puts what is running but ticket 0, trains and publishes one step."""
+    await put_rest(queue)
+    await train(queue, number)
+
+
+async def reloaded(queue, spec, directory, partials=()):
+    """A queue from the checkpoint that this one saves, and its counts."""
+    restored = MessageQueue(spec)
+    return restored, await restored.load(await saved(queue, directory, [*partials]))
+
+
+async def test_a_running_group_gets_its_tokens_back_once_under_its_new_ticket(spec, queue, tmp_path):
     await step(queue, 0)
     kept = partial(Ticket(0, 0, 0), 0, 1)
-    restored = MessageQueue(spec)
-    await restored.load(await saved(queue, tmp_path / "a", [kept]))
+    restored, _ = await reloaded(queue, spec, tmp_path / "a", [kept])
     # What was not handed out yet is in the next checkpoint too, with its age.
-    again = MessageQueue(spec)
-    counts = await again.load(await saved(restored, tmp_path / "b", []))
+    again, counts = await reloaded(restored, spec, tmp_path / "b")
     assert (counts.trained, counts.ready, counts.running) == (2, 3, 1)
     admission = await again.admit(1, 0)
     assert admission.tickets == (Ticket(0, 2, 0),)
@@ -130,19 +131,15 @@ async def test_a_running_group_gets_its_tokens_back_once_under_its_new_ticket(sp
     assert await again.take_back_all("it died", "") == 2
 
 
-async def test_a_resumed_group_is_as_old_as_its_tokens(spec, tmp_path):
-    queue = MessageQueue(spec)
+async def test_a_resumed_group_is_as_old_as_its_tokens(spec, queue, tmp_path):
     await step(queue, 0)
     await step(queue, 1)
-    restored = MessageQueue(spec)
-    await restored.load(await saved(queue, tmp_path / "a", [partial(Ticket(0, 0, 0), 0, 1)]))
+    restored, _ = await reloaded(queue, spec, tmp_path / "a", [partial(Ticket(0, 0, 0), 0, 1)])
     (ticket,) = (await restored.admit(1, 0)).tickets
-    for t in (await restored.admit(100, 0)).tickets:
-        await restored.put(t, group(t.ordinal, t.attempt, versions=(t.version,)))
+    await put_rest(restored)
     assert isinstance(await restored.lease(2, 0), LeaseWait), "step 2 is the last that may train version 0"
     await restored.put(ticket, group(0, ticket.attempt, versions=(0, 2)))
     manifest = await restored.lease(2, 0)
-    assert isinstance(manifest, LeaseManifest)
     assert (manifest.groups[0].ordinal, manifest.groups[0].lag_max) == (0, 2)
 
 
@@ -156,17 +153,14 @@ async def test_a_resumed_group_is_as_old_as_its_tokens(spec, tmp_path):
         PartialGroup(Ticket(0, 0, 0), (PartialTrajectory(),)),  # nothing
     ],
 )
-async def test_tokens_of_groups_that_do_not_run_are_not_kept(spec, tmp_path, wrong):
-    queue = MessageQueue(spec)
+async def test_tokens_of_groups_that_do_not_run_are_not_kept(spec, queue, tmp_path, wrong):
     await step(queue, 0)
-    restored = MessageQueue(spec)
-    await restored.load(await saved(queue, tmp_path / "a", [wrong]))
+    restored, _ = await reloaded(queue, spec, tmp_path / "a", [wrong])
     admission = await restored.admit(1, 0)
     assert (admission.tickets, admission.partials) == ((Ticket(0, 1, 1),), ())
 
 
-async def test_a_checkpoint_is_of_the_moment_of_its_capture(spec, tmp_path):
-    queue = MessageQueue(spec)
+async def test_a_checkpoint_is_of_the_moment_of_its_capture(spec, queue, tmp_path):
     with pytest.raises(LedgerError, match="capture comes first"):
         await queue.save(tmp_path / "none")
     captured = await queue.capture([])
@@ -178,8 +172,7 @@ async def test_a_checkpoint_is_of_the_moment_of_its_capture(spec, tmp_path):
     assert captured.admitted == 0
 
 
-async def test_the_events_say_what_a_restore_undoes(spec, tmp_path):
-    queue = MessageQueue(spec)
+async def test_the_events_say_what_a_restore_undoes(spec, queue, tmp_path):
     await step(queue, 0)
     await queue.nack((await queue.admit(1, 0)).tickets[0], "boom")
     counts = await queue.capture([])
@@ -196,12 +189,10 @@ async def test_the_events_say_what_a_restore_undoes(spec, tmp_path):
     assert {e["transition"] for e in events[at + 1 :]} == {"requeued"}, "what the restore itself does follows it"
 
 
-async def test_the_windows_are_kept(spec, tmp_path):
-    queue = MessageQueue(spec)
+async def test_the_windows_are_kept(spec, queue, tmp_path):
     for _ in range(spec.max_attempts):
         await queue.nack((await queue.admit(1, 0)).tickets[0], "boom")
-    restored = MessageQueue(spec)
-    await restored.load(await saved(queue, tmp_path / "a", []))
+    restored, _ = await reloaded(queue, spec, tmp_path / "a")
     shares = []
     for each in (queue, restored):
         tickets = (await each.admit(100, 0)).tickets
@@ -218,18 +209,15 @@ async def test_a_checkpoint_made_under_mask_can_be_gone_on_with_under_wait(spec,
     for number in range(2):
         await step(queue, number)
     await queue.put(late, group(0, versions=(0, 2)))
-    restored = MessageQueue(replace(spec, groups_per_step=1, max_lag=1))
-    counts = await restored.load(await saved(queue, tmp_path / "a", []))
+    restored, counts = await reloaded(queue, replace(spec, groups_per_step=1, max_lag=1), tmp_path / "a")
     assert counts.expired == 1
     await step(restored, 2)
 
 
-async def test_a_lease_that_was_out_is_ready_again(spec, tmp_path):
-    queue = MessageQueue(spec)
+async def test_a_lease_that_was_out_is_ready_again(spec, queue, tmp_path):
     await step(queue, 0)
     assert isinstance(await queue.lease(1, 0), LeaseManifest)
-    restored = MessageQueue(spec)
-    counts = await restored.load(await saved(queue, tmp_path / "a", []))
+    restored, counts = await reloaded(queue, spec, tmp_path / "a")
     assert (counts.leased, counts.ready) == (0, 3)
     with pytest.raises(LedgerError, match="nothing is leased"):
         await restored.commit(1)

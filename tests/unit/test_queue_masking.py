@@ -7,25 +7,14 @@ import pytest
 
 from asyncrl.errors import LedgerError
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
-from asyncrl.queue.message_queue import MessageQueue, QueueSpec
-from asyncrl.types import LeaseManifest, LeaseWait, Segment
-from tests.make import group
-
-pytestmark = pytest.mark.unit
+from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.types import LeaseWait, Segment
+from tests.make import group, queue_spec, train
 
 
 @pytest.fixture
 def spec(tmp_path):
-    return QueueSpec(
-        groups_per_step=1,
-        max_lag=1,
-        max_groups=100,
-        max_attempts=2,
-        max_failed_fraction=0.1,
-        dynamic_sampling=False,
-        events_path=tmp_path / "events.jsonl",
-        on_overdue="mask",
-    )
+    return queue_spec(tmp_path, groups_per_step=1, on_overdue="mask")
 
 
 def lags(trained, step):
@@ -72,20 +61,14 @@ async def straggle(queue, versions):
     for step in range(2):
         for ticket in (await queue.admit(10, 0)).tickets:
             await queue.put(ticket, group(ticket.ordinal, versions=(ticket.version,)))
-        manifest = await queue.lease(step, 0)
-        assert isinstance(manifest, LeaseManifest), manifest
-        assert manifest.groups[0].masked_tokens == 0
-        await queue.commit(step)
-        await queue.published(step + 1)
+        assert (await train(queue, step)).groups[0].masked_tokens == 0
     await queue.put(late, group(late.ordinal, versions=versions))
     return await queue.lease(2, 0)
 
 
 async def test_a_straggler_is_trained_without_its_old_tokens(spec):
     queue = MessageQueue(spec)
-    manifest = await straggle(queue, (0, 1, 2, 2))
-    assert isinstance(manifest, LeaseManifest)
-    (summary,) = manifest.groups
+    (summary,) = (await straggle(queue, (0, 1, 2, 2))).groups
     assert (summary.ordinal, summary.trained_tokens, summary.masked_tokens) == (0, 6, 2)
     assert (summary.lag_max, summary.lag_sum, summary.lag_in_flight_sum) == (1, 2, 2)
     assert [length.trained for length in summary.lengths] == [3, 3]

@@ -17,8 +17,6 @@ from asyncrl.trainer.packing import PackingRules
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
 
-pytestmark = pytest.mark.unit
-
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 

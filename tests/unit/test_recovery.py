@@ -4,8 +4,6 @@ import pytest
 
 from asyncrl.config.run import RecoveryConfig
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(("asked", "num_replicas", "restarts"), [(None, 1, 3), (None, 64, 64), (2, 64, 2), (0, 8, 0)])
 def test_the_budget_of_replacements_grows_with_the_replicas_unless_it_is_set(asked, num_replicas, restarts):

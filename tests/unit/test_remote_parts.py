@@ -21,8 +21,6 @@ from asyncrl.weights.plan import make_manifest
 from asyncrl_testing.engine_client import make_request
 from tests.unit.test_recipes import ROOT
 
-pytestmark = pytest.mark.unit
-
 COMMON = {"endpoint": "tcp://127.0.0.1:5", "bucket_bytes": 4096, "num_receivers": 2, "epoch": 2**62, "key": "k" * 40}
 DISK = DiskSource(**COMMON, directory="/shared/publishes")
 SOURCES = (

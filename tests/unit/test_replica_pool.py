@@ -11,8 +11,6 @@ from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, ProcessDied, RunFailed
 from asyncrl.inference.replica import Replica
 
-pytestmark = pytest.mark.unit
-
 
 class Control:
     """One process. `stopped`: it answers nothing until `go_on`; `renewed`: the controls that followed this one."""
@@ -141,14 +139,39 @@ class Rig:
             record.clear()
         return self.pool
 
+    async def fail(self, replica_id, error):
+        """The replica that is there now fails, and what follows at once has happened."""
+        self.pool.fail(replica_id, self.pool.table.rows[replica_id].handle, error)
+        await settled()
+
     @property
     def kinds(self):
         return [event for event, _ in self.events]
 
 
+@pytest.fixture
+async def begun():
+    """Makes rigs whose replicas all serve, and stops their pools."""
+    rigs = []
+
+    async def begin(**settings):
+        rigs.append(Rig(**settings))
+        return rigs[-1], await rigs[-1].begin()
+
+    yield begin
+    for rig in rigs:
+        await rig.pool.stop(1)
+
+
 async def settled():
     for _ in range(10):
         await asyncio.sleep(0)
+
+
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 async def test_replicas_are_members_once_they_are_up_and_newcomers_until_they_are_committed():
@@ -163,19 +186,18 @@ async def test_replicas_are_members_once_they_are_up_and_newcomers_until_they_ar
     assert rig.announced == list(enumerate(rig.made)), "requests are sent to a replica from its first weights on"
 
 
-async def test_a_failed_replica_is_killed_and_replaced_and_announced_after_its_first_commit():
-    rig = Rig()
-    await rig.begin()
+async def test_a_failed_replica_is_killed_and_replaced_and_announced_after_its_first_commit(begun):
+    rig, pool = await begun()
     first = rig.made[0]
-    rig.pool.fail(0, first, ProcessDied("gone"))
+    pool.fail(0, first, ProcessDied("gone"))
     assert first.killed == 1
-    assert list(rig.pool.members) == [1]
-    rig.pool.fail(0, first, ProcessDied("told twice"))
+    assert list(pool.members) == [1]
+    pool.fail(0, first, ProcessDied("told twice"))
     await settled()
-    assert (len(rig.made), rig.pool.newcomers, rig.announced) == (3, {0: rig.made[2]}, [])
-    await rig.pool.committed(rig.pool.members)
+    assert (len(rig.made), pool.newcomers, rig.announced) == (3, {0: rig.made[2]}, [])
+    await pool.committed(pool.members)
     assert rig.announced == [(0, rig.made[2])]
-    await rig.pool.committed(rig.pool.members)
+    await pool.committed(pool.members)
     assert len(rig.announced) == 1
     assert [e for e, _ in rig.events] == ["replica_failed", "replica_started", "replica_serving"]
 
@@ -186,9 +208,7 @@ async def test_the_watch_replaces_what_answers_no_health_check():
     watch = asyncio.create_task(rig.pool.watch())
     rig.made[1].stats_error = DeadlineExceeded("no answer within 1 s")
     await rig.pool.wait_member(1)
-    async with asyncio.timeout(60):
-        while len(rig.made) < 3 or 1 not in rig.pool.members:
-            await asyncio.sleep(0.005)
+    await until(lambda: len(rig.made) == 3 and 1 in rig.pool.members)
     assert rig.made[1].killed == 1
     assert [stats.replica_id for stats in await rig.pool.stats()] == [0, 1]
     watch.cancel()
@@ -198,8 +218,7 @@ async def test_when_the_replacements_are_spent_the_watch_and_who_waits_end_with_
     rig = Rig(num=1, max_restarts=1)
     await rig.pool.start()
     watch = asyncio.create_task(rig.pool.watch())
-    rig.pool.fail(0, rig.made[0], "wrong weights")
-    await settled()
+    await rig.fail(0, "wrong weights")
     rig.pool.fail(0, rig.made[1], ProcessDied("gone again"))
     with pytest.raises(RunFailed, match=r"(?s)1 replacement.*gone again.*max_replica_restarts"):
         await asyncio.wait_for(watch, 5)
@@ -294,7 +313,7 @@ async def test_one_that_no_node_has_room_for_leaves_as_long_as_another_serves():
     await rig.pool.committed(rig.pool.members)
     rig.events.clear()
     for replica_id in (1, 2):
-        rig.pool.fail(replica_id, rig.pool.table.rows[replica_id].handle, ProcessDied("its node was lost"))
+        rig.pool.fail(replica_id, rig.made[replica_id], ProcessDied("its node was lost"))
     await settled()
     assert (sorted(rig.pool.serving), sorted(rig.pool.table.rows)) == ([0], [0])
     assert rig.kinds == ["replica_failed", "replica_failed", "replica_left", "replica_left"]
@@ -308,10 +327,8 @@ async def test_one_that_no_node_has_room_for_leaves_as_long_as_another_serves():
     rig.made[-1].place_error = None
     await settled()
     assert rig.pool.newcomers == {2: rig.made[-1]}, "a node has room again"
-    rig.pool.fail(2, rig.made[-1], ProcessDied("its node was lost again"))
-    await settled()
-    rig.pool.fail(0, rig.pool.table.rows[0].handle, ProcessDied("its node was lost too"))
-    await settled()
+    await rig.fail(2, ProcessDied("its node was lost again"))
+    await rig.fail(0, ProcessDied("its node was lost too"))
     with pytest.raises(RunFailed, match="no node had room"):
         await watching
 
@@ -329,25 +346,22 @@ async def test_waiting_for_a_member_has_a_deadline():
     await rig.pool.stop(1)
 
 
-async def test_weights_that_a_dead_incarnation_committed_do_not_make_its_replacement_serve():
-    rig = Rig()
-    await rig.begin()
-    before = rig.pool.members
-    rig.pool.fail(0, rig.made[0], "killed after its commit")
-    await settled()
-    assert await rig.pool.committed(before) == 1
-    assert (rig.pool.newcomers, rig.pool.serving, rig.announced) == ({0: rig.made[2]}, {1: rig.made[1]}, [])
+async def test_weights_that_a_dead_incarnation_committed_do_not_make_its_replacement_serve(begun):
+    rig, pool = await begun()
+    before = pool.members
+    await rig.fail(0, "killed after its commit")
+    assert await pool.committed(before) == 1
+    assert (pool.newcomers, pool.serving, rig.announced) == ({0: rig.made[2]}, {1: rig.made[1]}, [])
     assert "replica_serving" not in rig.kinds
-    assert await rig.pool.committed(rig.pool.members) == 2
-    assert (rig.pool.newcomers, rig.announced) == ({}, [(0, rig.made[2])])
+    assert await pool.committed(pool.members) == 2
+    assert (pool.newcomers, rig.announced) == ({}, [(0, rig.made[2])])
 
 
-async def test_requests_go_to_a_failed_replica_no_more_once_the_publish_has_returned():
-    rig = Rig()
-    await rig.begin()
+async def test_requests_go_to_a_failed_replica_no_more_once_the_publish_has_returned(begun):
+    rig, pool = await begun()
     rig.may_listen.clear()
-    rig.pool.fail(0, rig.made[0], "killed")
-    committing = asyncio.create_task(rig.pool.committed({1: rig.made[1]}))
+    pool.fail(0, rig.made[0], "killed")
+    committing = asyncio.create_task(pool.committed({1: rig.made[1]}))
     await settled()
     assert (committing.done(), rig.retired) == (False, [])
     rig.may_listen.set()
@@ -355,54 +369,43 @@ async def test_requests_go_to_a_failed_replica_no_more_once_the_publish_has_retu
     assert rig.retired == [0]
 
 
-async def test_only_what_requests_were_sent_to_is_retired():
-    rig = Rig(max_restarts=2)
-    pool = await rig.begin()
-    pool.fail(0, rig.made[0], "killed")
-    await settled()
-    pool.fail(0, rig.made[2], "killed before its first commit")
-    await settled()
+async def test_only_what_requests_were_sent_to_is_retired(begun):
+    rig, pool = await begun(max_restarts=2)
+    await rig.fail(0, "killed")
+    await rig.fail(0, "killed before its first commit")
     assert rig.retired == [0]
     await pool.committed(pool.members)
-    pool.fail(0, rig.made[3], "killed when it served, and may not be replaced")
-    await settled()
+    await rig.fail(0, "killed when it served, and may not be replaced")
     assert rig.retired == [0, 0]
     assert [i for i, _ in rig.announced] == [0]
 
 
-async def test_a_failure_to_retire_ends_the_publish():
-    rig = Rig()
-    pool = await rig.begin()
+async def test_a_failure_to_retire_ends_the_publish(begun):
+    rig, pool = await begun()
     rig.listen_error = ProcessDied("the rollouter is gone")
     pool.fail(0, rig.made[0], "killed")
     with pytest.raises(ProcessDied, match="rollouter"):
         await pool.committed({1: rig.made[1]})
-    await pool.stop(1)
 
 
-async def test_the_watch_sends_the_table_again_and_raises_what_the_rollout_side_raises():
-    rig = Rig()
-    pool = await rig.begin()
+async def test_the_watch_sends_the_table_again_and_raises_what_the_rollout_side_raises(begun):
+    rig, pool = await begun()
     rig.tables.clear()
     watch = asyncio.create_task(pool.watch())
-    async with asyncio.timeout(60):
-        while len(rig.tables) < 3:
-            await asyncio.sleep(0.005)
+    await until(lambda: len(rig.tables) >= 3)
     assert len({table.generation for table in rig.tables}) == 1, "nothing had changed"
     rig.listen_error = ProcessDied("the message queue is gone")
     with pytest.raises(ProcessDied, match="message queue"):
         await asyncio.wait_for(watch, 5)
 
 
-async def test_a_new_listener_gets_the_table_at_once_and_nobody_gets_one_after_it():
-    rig = Rig()
-    pool = await rig.begin()
+async def test_a_new_listener_gets_the_table_at_once_and_nobody_gets_one_after_it(begun):
+    rig, pool = await begun()
     rig.tables.clear()
     await pool.set_listener(rig.listen)
     assert [sorted(table.those("serving")) for table in rig.tables] == [[0, 1]]
     await pool.set_listener(None)
-    pool.fail(0, rig.made[0], "killed")
-    await settled()
+    await rig.fail(0, "killed")
     assert len(rig.tables) == 1
 
 
@@ -410,8 +413,7 @@ async def test_a_listener_that_answers_late_does_not_count_for_the_next_one():
     rig, following = Rig(prepare=lambda c: c.may_start.clear()), Rig()
     pool = await rig.begin()
     rig.may_listen.clear()
-    pool.fail(0, rig.made[0], "killed")
-    await settled()
+    await rig.fail(0, "killed")
     changing = asyncio.create_task(pool.set_listener(following.listen))
     await settled()
     rig.may_listen.set()
@@ -420,9 +422,8 @@ async def test_a_listener_that_answers_late_does_not_count_for_the_next_one():
     await pool.stop(1)
 
 
-async def test_after_the_last_failure_nothing_changes_any_more():
-    rig = Rig(max_restarts=0)
-    pool = await rig.begin()
+async def test_after_the_last_failure_nothing_changes_any_more(begun):
+    rig, pool = await begun(max_restarts=0)
     pool.fail(0, rig.made[0], "the first reason")
     for _ in range(2):
         pool.fail(0, rig.made[0], "told twice")
@@ -435,7 +436,7 @@ async def test_after_the_last_failure_nothing_changes_any_more():
     assert (list(pool.members), rig.retired) == ([1], [0])
 
 
-async def test_failures_in_a_row_are_restarted_later_and_later_and_the_first_one_at_once(monkeypatch):
+async def test_failures_in_a_row_are_restarted_later_and_later_and_the_first_one_at_once(begun, monkeypatch):
     delays, sleep = [], asyncio.sleep
 
     async def at_once(delay_s, *result):
@@ -444,38 +445,30 @@ async def test_failures_in_a_row_are_restarted_later_and_later_and_the_first_one
         await sleep(0, *result)
 
     monkeypatch.setattr(asyncio, "sleep", at_once)
-    rig = Rig(num=1, max_restarts=9, restart_delay_s=3)
-    pool = await rig.begin()
+    rig, pool = await begun(num=1, max_restarts=9, restart_delay_s=3)
     for expected in ([], [3], [3, 6], [3, 6, 12]):
-        pool.fail(0, rig.made[-1], "killed")
-        await settled()
+        await rig.fail(0, "killed")
         assert (list(pool.members), delays) == ([0], expected)
     await pool.committed(pool.members)
-    pool.fail(0, rig.made[-1], "killed after it had served again")
-    await settled()
+    await rig.fail(0, "killed after it had served again")
     assert (list(pool.members), len(delays)) == ([0], 3)
-    pool.fail(0, rig.made[-1], "killed")
-    await settled()
+    await rig.fail(0, "killed")
     assert delays == [3, 6, 12, 3]
-    await pool.stop(1)
 
 
 async def test_a_pool_that_stops_does_not_wait_for_a_late_restart():
     rig = Rig(num=1, restart_delay_s=3600)
     await rig.pool.start()
-    rig.pool.fail(0, rig.made[0], "killed before it served")
-    await settled()
+    await rig.fail(0, "killed before it served")
     assert rig.pool.members == {}
     await asyncio.wait_for(rig.pool.stop(1), 5)
     assert [c.killed for c in rig.made] == [1, 1]
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_replica_that_fails_while_it_is_announced_is_retired():
-    rig = Rig()
-    pool = await rig.begin()
-    pool.fail(0, rig.made[0], "killed")
-    await settled()
+async def test_a_replica_that_fails_while_it_is_announced_is_retired(begun):
+    rig, pool = await begun()
+    await rig.fail(0, "killed")
     rig.on_announce = lambda replica_id, control: pool.fail(replica_id, control, "killed in between")
     assert await pool.committed(pool.members) == 1
     await settled()
@@ -487,18 +480,16 @@ async def test_a_replica_that_fails_while_it_is_announced_is_retired():
 LATE = DeadlineExceeded("no answer within 1 s")
 
 
-async def test_a_late_replica_is_set_aside_and_rejoins_as_a_newcomer_that_has_forgotten_everything():
-    rig = Rig(rejoin_timeout_s=5)
-    pool = await rig.begin()
+async def test_a_late_replica_is_set_aside_and_rejoins_as_a_newcomer_that_has_forgotten_everything(begun):
+    rig, pool = await begun(rejoin_timeout_s=5)
     late = rig.made[0]
     late.stop_it()
-    pool.fail(0, late, LATE)
-    await settled()
+    await rig.fail(0, LATE)
     assert (list(pool.members), pool.newcomers, rig.retired, late.killed) == ([1], {}, [0], 0)
     pool.fail(0, late, ProcessDied("who still holds the former control is not heard"))
     assert await pool.committed({0: late, 1: rig.made[1]}) == 1, "what it had committed before does not count"
     late.go_on()
-    await asyncio.wait_for(whole(pool), 5)
+    await until(lambda: len(pool.members) == 2)
     back = pool.members[0]
     assert (late.renewed, late.calls, list(pool.newcomers)) == ([back], [("reset", 1)], [0])
     assert back is not late, "who holds the former control takes it for another incarnation"
@@ -506,41 +497,32 @@ async def test_a_late_replica_is_set_aside_and_rejoins_as_a_newcomer_that_has_fo
     await pool.committed(pool.members)
     assert (rig.announced, len(rig.made), late.killed) == ([(0, back)], 2, 0)
     assert rig.kinds == ["replica_suspended", "replica_rejoined", "replica_serving"]
-    await pool.stop(1)
 
 
-async def whole(pool, num=2):
-    while len(pool.members) < num:
-        await asyncio.sleep(0.005)
-
-
-async def test_a_replica_that_stays_late_is_replaced_when_its_time_is_over():
-    rig = Rig(rejoin_timeout_s=0.05, health_timeout_s=0.02)
-    pool = await rig.begin()
+async def test_a_replica_that_stays_late_is_replaced_when_its_time_is_over(begun):
+    rig, pool = await begun(rejoin_timeout_s=0.05, health_timeout_s=0.02)
     rig.made[0].stop_it()
     pool.fail(0, rig.made[0], LATE)
-    await asyncio.wait_for(whole(pool), 5)
+    await until(lambda: len(pool.members) == 2)
     assert (rig.made[0].killed, pool.newcomers) == (1, {0: rig.made[2]})
     assert rig.kinds == ["replica_suspended", "replica_failed", "replica_started"]
     assert "within 0.05 s" in rig.events[1][1]["error"]
     assert rig.retired == [0], "once"
-    await pool.stop(1)
 
 
 @pytest.mark.parametrize("where", ["stats_error", "reset_error"])
-async def test_a_suspended_replica_that_dies_is_replaced_at_once(where):
-    rig = Rig(rejoin_timeout_s=3600)
-    pool = await rig.begin()
+async def test_a_suspended_replica_that_dies_is_replaced_at_once(begun, where):
+    rig, pool = await begun(rejoin_timeout_s=3600)
     setattr(rig.made[0], where, ProcessDied("killed while it was stopped"))
     pool.fail(0, rig.made[0], LATE)
-    await asyncio.wait_for(whole(pool), 5)
+    await until(lambda: len(pool.members) == 2)
     assert (rig.made[0].killed, pool.newcomers) == (1, {0: rig.made[2]})
-    await pool.stop(1)
 
 
-async def test_rejoining_costs_no_replacement_and_being_late_at_the_start_is_a_failure():
-    rig = Rig(num=1, max_restarts=1, rejoin_timeout_s=5, prepare=lambda c: setattr(c, "start_error", LATE))
-    pool = await rig.begin()
+async def test_rejoining_costs_no_replacement_and_being_late_at_the_start_is_a_failure(begun):
+    rig, pool = await begun(
+        num=1, max_restarts=1, rejoin_timeout_s=5, prepare=lambda c: setattr(c, "start_error", LATE)
+    )
     for _ in range(4):
         pool.fail(0, pool.members[0], LATE)
         assert pool.members == {}
@@ -552,33 +534,26 @@ async def test_rejoining_costs_no_replacement_and_being_late_at_the_start_is_a_f
     assert (rig.kinds.count("replica_rejoined"), rig.kinds.count("replica_failed")) == (4, 2)
 
 
-async def test_what_goes_wrong_but_answers_is_replaced_although_late_ones_may_rejoin():
-    rig = Rig(rejoin_timeout_s=5)
-    pool = await rig.begin()
-    pool.fail(0, rig.made[0], ProcessDied("gone"))
-    await settled()
+async def test_what_goes_wrong_but_answers_is_replaced_although_late_ones_may_rejoin(begun):
+    rig, _ = await begun(rejoin_timeout_s=5)
+    await rig.fail(0, ProcessDied("gone"))
     assert (rig.made[0].killed, rig.kinds) == (1, ["replica_failed", "replica_started"])
 
 
-async def test_a_pool_that_stops_does_not_wait_for_a_suspended_replica():
-    rig = Rig(rejoin_timeout_s=3600)
-    pool = await rig.begin()
+async def test_a_pool_that_stops_does_not_wait_for_a_suspended_replica(begun):
+    rig, pool = await begun(rejoin_timeout_s=3600)
     rig.made[0].stop_it()
-    pool.fail(0, rig.made[0], LATE)
-    await settled()
+    await rig.fail(0, LATE)
     await asyncio.wait_for(pool.stop(1), 5)
     assert [c.killed for c in rig.made] == [1, 1]
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_replacements_count_only_as_long_as_the_window():
-    rig = Rig(num=1, max_restarts=1, window_s=0.05)
-    pool = await rig.begin()
-    pool.fail(0, rig.made[0], ProcessDied("gone"))
-    await settled()
+async def test_replacements_count_only_as_long_as_the_window(begun):
+    rig, pool = await begun(num=1, max_restarts=1, window_s=0.05)
+    await rig.fail(0, ProcessDied("gone"))
     await asyncio.sleep(0.06)
-    pool.fail(0, rig.made[1], ProcessDied("gone again, later"))
-    await settled()
+    await rig.fail(0, ProcessDied("gone again, later"))
     assert list(pool.members) == [0]
     pool.fail(0, rig.made[2], ProcessDied("gone again, at once"))
     with pytest.raises(RunFailed, match=r"(?s)2 replacement.*max_replica_restarts"):
@@ -588,9 +563,8 @@ async def test_replacements_count_only_as_long_as_the_window():
 # -- clients and branches that are gone --------------------------------------------------------------------------------
 
 
-async def test_a_client_that_is_gone_is_forgotten_by_all_also_by_one_that_was_suspended():
-    rig = Rig(num=3, rejoin_timeout_s=5, health_timeout_s=0.05)
-    pool = await rig.begin()
+async def test_a_client_that_is_gone_is_forgotten_by_all_also_by_one_that_was_suspended(begun):
+    rig, pool = await begun(num=3, rejoin_timeout_s=5, health_timeout_s=0.05)
     rig.made[0].stop_it()
     pool.fail(0, rig.made[0], LATE)
     rig.made[1].stop_it()
@@ -598,17 +572,15 @@ async def test_a_client_that_is_gone_is_forgotten_by_all_also_by_one_that_was_su
     assert [c.calls for c in rig.made] == [[], [], [("forget", "rollouter-1")]]
     assert 1 in pool.members, "the health watch finds it"
     rig.made[0].go_on()
-    await asyncio.wait_for(whole(pool, 3), 5)
+    await until(lambda: len(pool.members) == 3)
     assert rig.made[0].calls == [("reset", 1), ("forget", "rollouter-1")]
-    await pool.stop(1)
 
 
 async def test_a_fence_makes_newcomers_of_all_and_the_next_publish_announces_them():
     rig = Rig(rejoin_timeout_s=5)
     pool = await rig.begin()
     rig.listen_error = ProcessDied("the former rollouter is gone")
-    pool.fail(1, rig.made[1], ProcessDied("gone"))
-    await settled()
+    await rig.fail(1, ProcessDied("gone"))
     rig.made[0].stop_it()
     fencing = asyncio.create_task(pool.fence())
     await settled()
@@ -623,21 +595,18 @@ async def test_a_fence_makes_newcomers_of_all_and_the_next_publish_announces_the
     assert (rig.announced, following.announced) == ([], [(0, rig.made[0]), (1, rig.made[2])])
 
 
-async def test_a_replica_that_a_fence_finds_late_is_suspended():
-    rig = Rig(rejoin_timeout_s=5, health_timeout_s=0.02)
-    pool = await rig.begin()
+async def test_a_replica_that_a_fence_finds_late_is_suspended(begun):
+    rig, pool = await begun(rejoin_timeout_s=5, health_timeout_s=0.02)
     rig.made[0].stop_it()
     await asyncio.wait_for(pool.fence(), 5)
     assert (list(pool.newcomers), rig.kinds) == ([1], ["replica_suspended"])
-    await pool.stop(1)
 
 
 # -- rolling publishes -------------------------------------------------------------------------------------------------
 
 
-async def test_only_what_serves_is_held_and_the_version_of_a_rolling_publish_is_in_the_table():
-    rig = Rig(num=2)
-    pool = await rig.begin()
+async def test_only_what_serves_is_held_and_the_version_of_a_rolling_publish_is_in_the_table(begun):
+    rig, pool = await begun()
     former = rig.made[0]
     pool.fail(0, former, "killed")
     await settled()
@@ -654,124 +623,108 @@ async def test_only_what_serves_is_held_and_the_version_of_a_rolling_publish_is_
     assert len(rig.tables) == sent, "a publish to all changes nothing for the rollout side"
 
 
-async def test_a_leased_replica_is_withdrawn_and_no_member_until_its_lease_ends():
-    rig = Rig(num=3)
-    await rig.begin()
-    leases = await rig.pool.lease(1)
-    assert leases == rig.pool.those("leased") == {2: rig.made[2]}
+async def test_a_leased_replica_is_withdrawn_and_no_member_until_its_lease_ends(begun):
+    rig, pool = await begun(num=3)
+    leases = await pool.lease(1)
+    assert leases == pool.those("leased") == {2: rig.made[2]}
     assert (rig.withdrawn, rig.retired) == ([2], [])
-    assert sorted(rig.pool.members) == sorted(rig.pool.serving) == [0, 1]
-    assert rig.pool.newcomers == {}, "a catch-up passes it by"
-    assert sorted(s.replica_id for s in await rig.pool.stats()) == [0, 1, 2], "its health is watched"
-    await rig.pool.end_lease(leases)
+    assert sorted(pool.members) == sorted(pool.serving) == [0, 1]
+    assert pool.newcomers == {}, "a catch-up passes it by"
+    assert sorted(s.replica_id for s in await pool.stats()) == [0, 1, 2], "its health is watched"
+    await pool.end_lease(leases)
     assert rig.made[2].calls == [("reset", 1)]
-    assert rig.pool.newcomers == {2: rig.made[2]}
-    assert rig.pool.those("leased") == {}
-    await rig.pool.committed(rig.pool.members)
+    assert pool.newcomers == {2: rig.made[2]}
+    assert pool.those("leased") == {}
+    await pool.committed(pool.members)
     assert rig.announced == [(2, rig.made[2])]
     assert rig.kinds == ["replica_leased", "replica_returned", "replica_serving"]
 
 
 @pytest.mark.parametrize(("num", "asked", "got"), [(3, 2, [1, 2]), (3, 5, [1, 2]), (2, 1, [1]), (1, 1, [])])
-async def test_a_lease_never_takes_the_last_replica(num, asked, got):
-    rig = Rig(num=num)
-    await rig.begin()
-    assert sorted(await rig.pool.lease(asked)) == got
+async def test_a_lease_never_takes_the_last_replica(begun, num, asked, got):
+    _, pool = await begun(num=num)
+    assert sorted(await pool.lease(asked)) == got
 
 
-async def test_newcomers_are_not_leased():
-    rig = Rig(num=3)
-    await rig.begin()
-    rig.pool.fail(2, rig.made[2], ProcessDied("gone"))
-    await settled()
-    assert sorted(await rig.pool.lease(2)) == [1]
+async def test_newcomers_are_not_leased(begun):
+    rig, pool = await begun(num=3)
+    await rig.fail(2, ProcessDied("gone"))
+    assert sorted(await pool.lease(2)) == [1]
 
 
-async def test_a_leased_replica_that_fails_is_replaced_and_the_rollout_side_is_told():
-    rig = Rig(num=2)
-    await rig.begin()
-    leases = await rig.pool.lease(1)
+async def test_a_leased_replica_that_fails_is_replaced_and_the_rollout_side_is_told(begun):
+    rig, pool = await begun()
+    leases = await pool.lease(1)
     rig.made[1].stats_error = ProcessDied("gone")
-    await rig.pool.stats()
+    await pool.stats()
     await settled()
-    assert (rig.pool.those("leased"), rig.pool.newcomers) == ({}, {1: rig.made[2]})
+    assert (pool.those("leased"), pool.newcomers) == ({}, {1: rig.made[2]})
     assert (rig.withdrawn, rig.tables[-1].rows[1].incarnation) == ([1], 1), "its evaluation sees another incarnation"
-    await rig.pool.end_lease(leases)
+    await pool.end_lease(leases)
     assert rig.made[2].calls == [], "its replacement is none of that lease"
 
 
-async def test_a_leased_replica_that_is_late_is_suspended_and_comes_back_as_a_newcomer():
-    rig = Rig(num=2, rejoin_timeout_s=5, health_timeout_s=0.05)
-    await rig.begin()
-    leases = await rig.pool.lease(1)
+async def test_a_leased_replica_that_is_late_is_suspended_and_comes_back_as_a_newcomer(begun):
+    rig, pool = await begun(rejoin_timeout_s=5, health_timeout_s=0.05)
+    leases = await pool.lease(1)
     rig.made[1].stop_it()
-    await rig.pool.stats()
+    await pool.stats()
     await settled()
-    assert (rig.pool.those("leased"), sorted(rig.pool.members)) == ({}, [0])
+    assert (pool.those("leased"), sorted(pool.members)) == ({}, [0])
     assert rig.tables[-1].rows[1].state == "suspended"
-    await rig.pool.end_lease(leases)
+    await pool.end_lease(leases)
     rig.made[1].go_on()
-    await rig.pool.wait_member(5)
-    async with asyncio.timeout(60):
-        while not rig.pool.newcomers:
-            await asyncio.sleep(0.005)
+    await pool.wait_member(5)
+    await until(lambda: pool.newcomers)
     assert len(rig.made) == 2
 
 
-async def test_one_that_cannot_be_reset_when_its_lease_ends_is_replaced():
-    rig = Rig(num=2)
-    await rig.begin()
-    leases = await rig.pool.lease(1)
+async def test_one_that_cannot_be_reset_when_its_lease_ends_is_replaced(begun):
+    rig, pool = await begun()
+    leases = await pool.lease(1)
     rig.made[1].reset_error = RuntimeError("the engine raised")
-    await rig.pool.end_lease(leases)
+    await pool.end_lease(leases)
     await settled()
-    assert (rig.made[1].killed, rig.pool.newcomers) == (1, {1: rig.made[2]})
+    assert (rig.made[1].killed, pool.newcomers) == (1, {1: rig.made[2]})
 
 
-async def test_a_fence_ends_leases():
-    rig = Rig(num=2)
-    await rig.begin()
-    await rig.pool.lease(1)
-    await rig.pool.fence()
-    assert (rig.pool.those("leased"), sorted(rig.pool.newcomers)) == ({}, [0, 1])
+async def test_a_fence_ends_leases(begun):
+    rig, pool = await begun()
+    await pool.lease(1)
+    await pool.fence()
+    assert (pool.those("leased"), sorted(pool.newcomers)) == ({}, [0, 1])
     assert rig.made[1].calls == [("reset", 1)]
 
 
 # -- joining and leaving -----------------------------------------------------------------------------------------------
 
 
-async def test_a_replica_that_joins_starts_beside_the_others_and_serves_from_its_first_publish_on():
-    rig = Rig(num=1, prepare=lambda c: c.may_start.clear())
-    await rig.begin()
-    rig.pool.join(5)
+async def test_a_replica_that_joins_starts_beside_the_others_and_serves_from_its_first_publish_on(begun):
+    rig, pool = await begun(num=1, prepare=lambda c: c.may_start.clear())
+    pool.join(5)
     await settled()
-    assert rig.pool.table.rows[5].state == "starting"
-    assert rig.pool.serving == {0: rig.made[0]}, "nobody waits for it"
+    assert pool.table.rows[5].state == "starting"
+    assert pool.serving == {0: rig.made[0]}, "nobody waits for it"
     rig.made[1].may_start.set()
     await settled()
-    assert rig.pool.newcomers == {5: rig.made[1]}
-    await rig.pool.committed(rig.pool.members)
+    assert pool.newcomers == {5: rig.made[1]}
+    await pool.committed(pool.members)
     assert rig.announced == [(5, rig.made[1])]
     assert rig.kinds == ["replica_joined", "replica_started", "replica_serving"]
     with pytest.raises(ValueError, match="replica 5 is there, serving"):
-        rig.pool.join(5)
-    await rig.pool.stop(1)
+        pool.join(5)
 
 
-async def test_one_that_joins_and_fails_is_replaced_like_any_other():
-    rig = Rig(num=1, max_restarts=2)
-    await rig.begin()
-    rig.pool.join(1)
+async def test_one_that_joins_and_fails_is_replaced_like_any_other(begun):
+    rig, pool = await begun(num=1, max_restarts=2)
+    pool.join(1)
     await settled()
-    rig.pool.fail(1, rig.made[1], ProcessDied("gone"))
-    await settled()
-    assert rig.pool.newcomers == {1: rig.made[2]}
-    await rig.pool.stop(1)
+    await rig.fail(1, ProcessDied("gone"))
+    assert pool.newcomers == {1: rig.made[2]}
 
 
-async def test_one_that_leaves_loses_its_requests_first_and_its_process_then():
-    rig = Rig(num=2, is_resized=True)
-    pool = await rig.begin()
+async def test_one_that_leaves_loses_its_requests_first_and_its_process_then(begun):
+    rig, pool = await begun(is_resized=True)
     leaving = rig.made[1]
     rig.may_listen.clear()
     pool.leave(1, "scaled")
@@ -786,12 +739,10 @@ async def test_one_that_leaves_loses_its_requests_first_and_its_process_then():
     pool.leave(1, "scaled")  # it is not there
     pool.fail(1, leaving, ProcessDied("told late"))
     assert pool._budget.total == 0
-    await pool.stop(1)
 
 
-async def test_one_that_dies_while_it_leaves_costs_nothing():
-    rig = Rig(num=2, max_restarts=0, is_resized=True)
-    pool = await rig.begin()
+async def test_one_that_dies_while_it_leaves_costs_nothing(begun):
+    rig, pool = await begun(max_restarts=0, is_resized=True)
     rig.may_listen.clear()
     pool.leave(1, "preempted")
     pool.fail(1, rig.made[1], ProcessDied("its machine has ended"))
@@ -799,12 +750,10 @@ async def test_one_that_dies_while_it_leaves_costs_nothing():
     await settled()
     assert (sorted(pool.table.rows), rig.kinds) == ([0], ["replica_left"])
     assert pool.failure is None
-    await pool.stop(1)
 
 
-async def test_a_publish_in_progress_ends_before_one_that_leaves_is_stopped(monkeypatch):
-    rig = Rig(num=2, is_resized=True)
-    pool = await rig.begin()
+async def test_a_publish_in_progress_ends_before_one_that_leaves_is_stopped(begun, monkeypatch):
+    rig, pool = await begun(is_resized=True)
     with pool.publishing():
         reached = pool.members
         pool.leave(1, "scaled")
@@ -818,15 +767,11 @@ async def test_a_publish_in_progress_ends_before_one_that_leaves_is_stopped(monk
     await settled()
     with pool.publishing():
         pool.leave(1, "preempted")
-        async with asyncio.timeout(5):
-            while not rig.made[2].killed:
-                await asyncio.sleep(0.005)
-    await pool.stop(1)
+        await until(lambda: rig.made[2].killed)
 
 
-async def test_one_whose_machine_asked_it_to_end_leaves_and_the_budget_stays_whole():
-    rig = Rig(num=2, max_restarts=0, is_resized=True)
-    pool = await rig.begin()
+async def test_one_whose_machine_asked_it_to_end_leaves_and_the_budget_stays_whole(begun):
+    rig, pool = await begun(max_restarts=0, is_resized=True)
     rig.made[1].must_leave = True
     await pool.stats()
     await settled()
@@ -834,24 +779,20 @@ async def test_one_whose_machine_asked_it_to_end_leaves_and_the_budget_stays_who
     assert [(kind, fields["why"]) for kind, fields in rig.events] == [("replica_left", "preempted")]
     await pool.stats()
     assert pool.failure is None
-    await pool.stop(1)
 
 
-async def test_where_nobody_else_brings_it_back_the_pool_replaces_it_at_once():
-    rig = Rig(num=1, max_restarts=0, serves_at_once=True)
-    pool = await rig.begin()
+async def test_where_nobody_else_brings_it_back_the_pool_replaces_it_at_once(begun):
+    rig, pool = await begun(num=1, max_restarts=0, serves_at_once=True)
     rig.made[0].must_leave = True
     await pool.stats()
     await settled()
     await settled()
     assert (pool.serving, rig.made[0].killed) == ({0: rig.made[1]}, 1)
     assert pool.table.rows[0].incarnation == 1
-    await pool.stop(1)
 
 
-async def test_one_that_leaves_while_it_starts_is_killed_and_what_its_start_says_later_is_ignored():
-    rig = Rig(num=1, prepare=lambda c: c.may_start.clear(), is_resized=True)
-    pool = await rig.begin()
+async def test_one_that_leaves_while_it_starts_is_killed_and_what_its_start_says_later_is_ignored(begun):
+    rig, pool = await begun(num=1, prepare=lambda c: c.may_start.clear(), is_resized=True)
     pool.join(1)
     await settled()
     pool.leave(1, "scaled")
@@ -862,24 +803,20 @@ async def test_one_that_leaves_while_it_starts_is_killed_and_what_its_start_says
     assert rig.kinds == ["replica_joined", "replica_left"]
     pool.join(1)
     assert pool.table.rows[1].incarnation == 1, "another one than the one that left"
-    await pool.stop(1)
 
 
-async def test_a_leased_replica_may_leave_and_its_evaluation_sees_it():
-    rig = Rig(num=3, is_resized=True)
-    pool = await rig.begin()
+async def test_a_leased_replica_may_leave_and_its_evaluation_sees_it(begun):
+    rig, pool = await begun(num=3, is_resized=True)
     leases = await pool.lease(1)
     pool.leave(2, "scaled")
     await settled()
     assert (pool.those("leased"), sorted(pool.table.rows)) == ({}, [0, 1])
     await pool.end_lease(leases)
     assert rig.made[2].calls == ["stop"], "it was not reset"
-    await pool.stop(1)
 
 
-async def test_a_pool_at_its_end_takes_nobody_in_and_lets_nobody_go():
-    rig = Rig(num=1)
-    pool = await rig.begin()
+async def test_a_pool_at_its_end_takes_nobody_in_and_lets_nobody_go(begun):
+    rig, pool = await begun(num=1)
     await pool.stop(1)
     pool.join(1)
     pool.leave(0, "scaled")
@@ -887,9 +824,8 @@ async def test_a_pool_at_its_end_takes_nobody_in_and_lets_nobody_go():
     assert (len(rig.made), rig.kinds) == (1, [])
 
 
-async def test_one_that_cannot_be_made_is_no_member():
-    rig = Rig(num=2, is_resized=True)
-    pool = await rig.begin()
+async def test_one_that_cannot_be_made_is_no_member(begun):
+    _, pool = await begun(is_resized=True)
 
     def refuse(replica_id):
         raise RuntimeError("Ray has lost its connection")
@@ -898,4 +834,3 @@ async def test_one_that_cannot_be_made_is_no_member():
     with pytest.raises(RuntimeError, match="Ray has lost"):
         pool.join(2)
     assert sorted(pool.table.rows) == [0, 1]
-    await pool.stop(1)

@@ -16,8 +16,6 @@ from asyncrl.report.run_files import read_run
 from asyncrl.types.metrics import Metric
 from tools.make_sick_run import KINDS, START_S, write_run
 
-pytestmark = pytest.mark.unit
-
 NAMED = {
     "healthy": [],
     "starved": ["Starved trainer"],

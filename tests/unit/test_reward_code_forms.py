@@ -15,8 +15,6 @@ from asyncrl.rewards.code.harness import free_names, usual
 from asyncrl.rewards.code.reward import equal, printed, reported
 from asyncrl.rewards.code.statements import Statements
 
-pytestmark = pytest.mark.unit
-
 
 def row(tests: object, **extra: str) -> PromptRow:
     text = tests if isinstance(tests, str) else json.dumps(tests)

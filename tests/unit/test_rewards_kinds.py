@@ -11,8 +11,6 @@ from asyncrl.rewards.math_equivalence import equivalent
 from asyncrl.rewards.multiple_choice import chosen_letter
 from asyncrl.rewards.numeric import last_number
 
-pytestmark = pytest.mark.unit
-
 
 def row(truth: str) -> PromptRow:
     return PromptRow((ChatMessage("user", "?"),), truth, "test", (), "f:1")

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards.math import check_truth, final_answer, math_reward, same_answer
 
-pytestmark = pytest.mark.unit
-
 
 def row(truth: str) -> PromptRow:
     return PromptRow((ChatMessage("user", "?"),), truth, "test", (), "f:1")

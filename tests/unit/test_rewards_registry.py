@@ -11,8 +11,6 @@ from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.rewards import REWARDS, RewardResult, build_reward, check_rows
 
-pytestmark = pytest.mark.unit
-
 ROW = PromptRow((ChatMessage("user", "?"),), "four  legs", "test", (), "f:1")
 
 CUSTOM = """

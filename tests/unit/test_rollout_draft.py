@@ -4,8 +4,6 @@ import pytest
 from asyncrl.rollout.draft import Draft
 from asyncrl.types import Generation, SamplingParams, Segment, TokenChunk
 
-pytestmark = pytest.mark.unit
-
 
 def chunk(*ids, version=0, reason=None, cached=0):
     logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)

@@ -18,8 +18,6 @@ from asyncrl.driver.scale_requests import ScaleDesk, ask
 from asyncrl.errors import ConfigError, DeadlineExceeded
 from asyncrl.types import FleetReport, ReplicaRow, ReplicaTable
 
-pytestmark = pytest.mark.unit
-
 
 class Pool:
     def __init__(self, count):

@@ -5,8 +5,6 @@ import pytest
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.step.loop import learning_rate, scheduled_rate
 
-pytestmark = pytest.mark.unit
-
 
 def test_linear_falls_evenly_from_the_peak_to_its_share():
     rates = [

@@ -20,8 +20,6 @@ from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl.serving.fleet import ReplicaReport
 
-pytestmark = pytest.mark.unit
-
 ADDRESS = FleetAddress("http://127.0.0.1:1", "tiny", "torch", 1, 2.0)
 
 

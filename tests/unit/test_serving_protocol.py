@@ -1,5 +1,6 @@
 import asyncio
 import json
+import math
 import re
 import time
 from contextlib import asynccontextmanager
@@ -25,8 +26,6 @@ from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.protocol import forced_call, parse_chat, parse_completion
 from asyncrl.types import GenerationRequest, SamplingParams
 from tests.serving import byte_tokenizer
-
-pytestmark = pytest.mark.unit
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -88,43 +87,23 @@ def test_values_that_ask_for_nothing_are_no_reason_to_refuse():
     assert parse_chat(body).n == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -1),
-        ("temperature", "hot"),
-        ("temperature", True),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("temperature", 1e-40),
-        ("temperature", 0.009),
-        ("temperature", 2.1),
-        ("temperature", 10**400),
-        ("top_p", 0),
-        ("top_p", 1e-300),
-        ("top_p", 1.5),
-        ("top_p", float("inf")),
-        ("top_k", -2),
-        ("top_k", 2**31),
-        ("top_k", 10**400),
-        ("n", 0),
-        ("n", 10_000),
-        ("n", True),
-        ("max_tokens", 0),
-        ("max_tokens", 1.5),
-        ("min_tokens", -1),
-        ("stop", [""]),
-        ("stop", 5),
-        ("stop", ["a", "b" * 257]),
-        ("stream_options", {"include_usage": 1}),
-        ("stop_token_ids", ["a"]),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", [5] * 1025),
-        ("seed", "x"),
-        ("stream", "yes"),
-        ("model", 5),
-    ],
-)
+IMPOSSIBLE = {
+    "temperature": (-1, "hot", True, math.nan, math.inf, 1e-40, 0.009, 2.1, 10**400),
+    "top_p": (0, 1e-300, 1.5, math.inf),
+    "top_k": (-2, 2**31, 10**400),
+    "n": (0, 10_000, True),
+    "max_tokens": (0, 1.5),
+    "min_tokens": (-1,),
+    "stop": ([""], 5, ["a", "b" * 257]),
+    "stream_options": ({"include_usage": 1},),
+    "stop_token_ids": (["a"], [-1], [5] * 1025),
+    "seed": ("x",),
+    "stream": ("yes",),
+    "model": (5,),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in IMPOSSIBLE for value in IMPOSSIBLE[name]])
 def test_impossible_values_are_refused_by_name(name, value):
     error = refused(parse_completion, {"prompt": "a", name: value})
     assert (error["param"], error["code"]) == (name, "invalid_value")
@@ -232,13 +211,8 @@ def test_a_refusal_says_what_was_found_where_and_what_to_do(body, message):
 @pytest.mark.parametrize("inner", ["1", '"[[[{{{"', r'"\\\"[[["'])
 def test_json_is_read_down_to_the_deepest_level_that_is_served(inner):
     def nested(levels):
-        return (
-            "[" * (levels // 2)
-            + '{"a]": ' * (levels - levels // 2)
-            + inner
-            + "}" * (levels - levels // 2)
-            + "]" * (levels // 2)
-        )
+        lists, objects = levels // 2, levels - levels // 2
+        return "[" * lists + '{"a]": ' * objects + inner + "}" * objects + "]" * lists
 
     assert json_value(nested(MAX_DEPTH)) == json.loads(nested(MAX_DEPTH))
     flat = "[" + ",".join(["[[]]"] * 100) + "]"

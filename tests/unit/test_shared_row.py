@@ -10,8 +10,6 @@ from asyncrl.trainer.step.batch import PackedLayout, pack
 from asyncrl.trainer.step.shared_row import SharedRow
 from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 
-pytestmark = pytest.mark.unit
-
 ids = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 members = st.lists(
     st.tuples(st.integers(0, 2), st.lists(st.integers(0, 9), max_size=6), st.sampled_from([0, 0, 0, 1])),

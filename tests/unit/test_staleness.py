@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from asyncrl.queue.ledger import Ledger
 from asyncrl.queue.staleness import Candidate, StalenessPolicy
 
-pytestmark = pytest.mark.unit
-
 
 def candidates(deadlines, first=0):
     return [Candidate(first + i, d) for i, d in enumerate(deadlines)]

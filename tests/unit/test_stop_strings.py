@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,8 +10,6 @@ from asyncrl.data.incremental_decoder import IncrementalDecoder
 from asyncrl.data.stop_strings import StopStrings, StopTable, StopTexts
 from asyncrl.rollout.draft import Draft
 from asyncrl.types import SamplingParams, TokenChunk
-
-pytestmark = pytest.mark.unit
 
 
 def decode(ids):

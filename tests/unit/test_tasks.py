@@ -7,8 +7,6 @@ import pytest
 from asyncrl.remote.tasks import LimitedEvent
 from asyncrl_testing.virtual_time import run_virtual
 
-pytestmark = pytest.mark.unit
-
 
 async def waited_s(event, limit_s):
     began = asyncio.get_running_loop().time()

@@ -15,8 +15,6 @@ from asyncrl.driver import actors
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.trainer_spec import TrainerSpec
 
-pytestmark = pytest.mark.unit
-
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 MODES = st.sampled_from(["sync", "one_step_off", "fully_async"])
 COUNTS = {

@@ -10,8 +10,6 @@ from asyncrl.driver.step_record import ReplicaShares, TimeAccount
 from asyncrl.rollout.replica_time import ReplicaTime, ReplicaUse
 from asyncrl.types import RolloutStats
 
-pytestmark = pytest.mark.unit
-
 
 class Clock:
     def __init__(self):

@@ -26,8 +26,6 @@ from asyncrl.types import TokenChunk
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 
-pytestmark = pytest.mark.unit
-
 
 @st.composite
 def streams(draw):

@@ -20,8 +20,6 @@ from asyncrl.data.tool_calls import (
     parser_for,
 )
 
-pytestmark = pytest.mark.unit
-
 TOOLS = (ToolSignature("calculator", "expression"), ToolSignature("search", "query"), ToolSignature("now"))
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

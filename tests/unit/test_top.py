@@ -12,8 +12,6 @@ from asyncrl.commands.top import Watched, main
 from asyncrl.observability.terminal_view import BAR, step_table
 from tools.make_sick_run import write_run
 
-pytestmark = pytest.mark.unit
-
 
 def drawn(what):
     console = Console(width=200, file=io.StringIO())

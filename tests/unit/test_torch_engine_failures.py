@@ -17,8 +17,6 @@ from asyncrl.types import GenerationRequest, IpcSource, Manifest, SamplingParams
 from asyncrl_testing.engine_suite import Client, complete, make_request, within
 from asyncrl_testing.random_model import write_random_qwen3
 
-pytestmark = pytest.mark.unit
-
 SOURCE = IpcSource(
     endpoint="ipc:///nowhere", path="none", host=platform.node(), bucket_bytes=4096, num_receivers=1, epoch=0
 )

@@ -12,8 +12,6 @@ from asyncrl.inference.torch_engine.sampling import SamplingRows, sample, sample
 from asyncrl.inference.torch_engine.slots import SlotTable
 from asyncrl.types import GenerationRequest, SamplingParams
 
-pytestmark = pytest.mark.unit
-
 
 def keys(*seeds):
     return np.array([stream_key(seed) for seed in seeds], dtype=np.uint64)

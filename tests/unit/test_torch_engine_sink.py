@@ -12,8 +12,6 @@ from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import TensorSpec
 from asyncrl.weights.transport import DirectSink
 
-pytestmark = pytest.mark.unit
-
 
 def spec_of(name, tensor):
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -11,8 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl.inference.torch_engine.sampling import stream_key, uniforms
 from asyncrl.inference.torch_engine.slots import SlotTable
 from asyncrl.types import GenerationRequest, SamplingParams
-
-pytestmark = pytest.mark.unit
 
 VOCABULARY = 12
 

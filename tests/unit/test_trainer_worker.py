@@ -17,8 +17,6 @@ from asyncrl.trainer.trainer_worker import TrainerWorker
 from asyncrl.types import LeaseManifest
 from tests.make import group
 
-pytestmark = pytest.mark.unit
-
 
 class _Backend:
     def train_step(self, plan, trajectories):

@@ -23,8 +23,6 @@ from asyncrl.data.tokenizer import PromptRenderer, render_rows
 from asyncrl.data.training_set import TrainingSet, training_prompts
 from asyncrl.errors import DataError
 
-pytestmark = pytest.mark.unit
-
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant"
 MODEL = ModelConfig(path="none")
 

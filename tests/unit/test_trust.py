@@ -21,8 +21,6 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
 from tests.unit.test_recipes import QUICKSTART
 
-pytestmark = pytest.mark.unit
-
 REACHES = {
     "model.trust_remote_code": True,
     "model.path": "org/model",

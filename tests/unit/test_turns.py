@@ -9,8 +9,6 @@ from asyncrl.inference.external_places import PlaceQueue
 from asyncrl.rollout.router import Affinity, Router
 from asyncrl.serving.app import TurnTable, request_id_of
 
-pytestmark = pytest.mark.unit
-
 
 def router(count=2, **limits):
     made = Router(**limits)

@@ -6,8 +6,6 @@ import pytest
 from asyncrl.types import Segment
 from tests.make import group, trajectory
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(
     "broken",

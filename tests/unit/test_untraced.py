@@ -10,8 +10,6 @@ from asyncrl.driver.actors import untraced
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.rollout.rollouter import Rollouter
 
-pytestmark = pytest.mark.unit
-
 
 class Base:
     async def line(self):

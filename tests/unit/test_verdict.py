@@ -11,8 +11,6 @@ from asyncrl.errors import (
     WeightTransferError,
 )
 
-pytestmark = pytest.mark.unit
-
 NAMES = ("embed.weight", "norm.weight")
 SENT, OTHER = (1, 2), (1, 99)
 LATE, ENDED = DeadlineExceeded("no bucket within 1 s"), TransferEnded("the sender ended it")

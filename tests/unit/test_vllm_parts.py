@@ -31,11 +31,10 @@ from asyncrl.inference.vllm.streams import VllmStream
 from asyncrl.types import ModelFacts
 from asyncrl_testing.engine_client import make_request
 
-pytestmark = pytest.mark.unit
 
-
-def test_importing_the_adapter_loads_neither_vllm_nor_torch():
-    code = "import sys, asyncrl.inference.vllm; print({'vllm', 'torch', 'ray'} & set(sys.modules))"
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_importing_an_adapter_loads_neither_its_engine_nor_torch(engine):
+    code = f"import sys, asyncrl.inference.{engine}; print({{'{engine}', 'torch', 'ray'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -68,9 +67,10 @@ def delta(ids, *, reason=None, versions=None, cached=0):
     return SimpleNamespace(outputs=[completion], finished=reason is not None, num_cached_tokens=cached)
 
 
-def entered(starts):
-    stream = VllmStream(make_request())
-    state = None if starts is None else SimpleNamespace(weight_version_starts=starts)
+def entered(starts, told=None, layers=()):
+    """A stream; `told`: the experts of the steps so far, of which those of some layers are wanted."""
+    stream = VllmStream(make_request(experts=told is not None), [*layers])
+    state = None if starts is None else SimpleNamespace(weight_version_starts=starts, routed_experts_chunks=told)
     stream.enter(SimpleNamespace(request_id="x", output=None), state)
     return stream
 
@@ -82,10 +82,8 @@ def rows(*tokens):
 
 def test_experts_go_with_their_tokens():
     """vLLM tells those of a step with its tokens; an output may hold fewer tokens than steps have been told."""
-    stream = VllmStream(make_request(experts=True), [1, 3])
     told = [rows(1), rows(2)]
-    state = SimpleNamespace(weight_version_starts=[("1", 0), ("2", 3)], routed_experts_chunks=told)
-    stream.enter(SimpleNamespace(request_id="x", output=None), state)
+    stream = entered([("1", 0), ("2", 3)], told, [1, 3])
     told.append(rows(3))
     made = stream.take(delta([5, 6]), 1)
     told += [rows(4), rows(5)]
@@ -97,19 +95,13 @@ def test_experts_go_with_their_tokens():
 
 
 def test_an_end_without_tokens_needs_no_experts():
-    stream = VllmStream(make_request(experts=True), [1, 3])
-    state = SimpleNamespace(weight_version_starts=[], routed_experts_chunks=[])
-    stream.enter(SimpleNamespace(request_id="x", output=None), state)
-    (chunk,) = stream.take(delta([], reason="abort"), 4)
+    (chunk,) = entered([], [], [1, 3]).take(delta([], reason="abort"), 4)
     assert (len(chunk.token_ids), chunk.finish_reason, chunk.extra) == (0, "abort", {})
 
 
 def test_tokens_without_experts_that_were_asked_for_are_an_error():
-    stream = VllmStream(make_request(experts=True), [0])
-    state = SimpleNamespace(weight_version_starts=[("1", 0)], routed_experts_chunks=[rows(1)])
-    stream.enter(SimpleNamespace(request_id="x", output=None), state)
     with pytest.raises(GenerationError, match="experts of 1 tokens for 2"):
-        stream.take(delta([5, 6]), 1)
+        entered([("1", 0)], [rows(1)], [0]).take(delta([5, 6]), 1)
 
 
 def test_a_delta_that_is_late_keeps_the_version_that_sampled_it():
@@ -306,16 +298,12 @@ def test_the_feed_holds_few_bytes_whatever_the_tensors(monkeypatch):
 
 
 def test_an_error_on_one_side_ends_the_other_at_once():
-    feed = Feed(5, 60.0)
-    thread, caught = in_thread(lambda: [feed.offer(name, torch.zeros(1)) for name in "abcde"])
-    feed.fail(WeightTransferError("refused"))
-    thread.join(5.0)
-    assert [str(e) for e in caught] == ["refused"]
-    feed = Feed(5, 60.0)
-    thread, caught = in_thread(lambda: list(feed))
-    feed.fail(WeightTransferError("lost"))
-    thread.join(5.0)
-    assert [str(e) for e in caught] == ["lost"]
+    for side in (lambda feed: [feed.offer(name, torch.zeros(1)) for name in "abcde"], list):
+        feed = Feed(5, 60.0)
+        thread, caught = in_thread(lambda feed=feed, side=side: side(feed))
+        feed.fail(WeightTransferError("refused"))
+        thread.join(5.0)
+        assert [str(e) for e in caught] == ["refused"]
 
 
 def test_the_feed_keeps_its_deadline_on_both_sides():

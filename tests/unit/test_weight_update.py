@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from asyncrl.errors import WeightTransferError
@@ -17,7 +16,6 @@ from asyncrl.weights.encodings.decoder import Plan
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import make_manifest
 
-pytestmark = pytest.mark.unit
 WEIGHTS = [(f"layers.{i}.weight", torch.full((3, 2), float(i + 1))) for i in range(6)]
 MANIFEST = make_manifest(1, 1, [spec_of(*item) for item in WEIGHTS], 4096, verify=False)
 

@@ -17,8 +17,6 @@ from asyncrl.weights.transports.control_channel import (
 )
 from asyncrl_testing.strangers import known_to
 
-pytestmark = pytest.mark.unit
-
 MANIFEST = make_manifest(7, 7, [make_spec("a", (64,), "float32")], 256)
 ATTEMPT = 5
 

@@ -19,8 +19,6 @@ from asyncrl.weights.encodings.difference import apply, elements, encode
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import DTYPE_BYTES, make_manifest, make_spec
 
-pytestmark = pytest.mark.unit
-
 WIDTHS = sorted(set(DTYPE_BYTES.values()))
 
 

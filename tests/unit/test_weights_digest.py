@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from asyncrl.weights.digest import combine, copy_with_digest, digest_for, make_scratch, slice_digest
 
-pytestmark = pytest.mark.unit
-
 ROW_BYTES = 8 * 4096
 BLOCK_BYTES = 512 << 10
 SCRATCH = make_scratch()

@@ -16,8 +16,6 @@ from asyncrl.weights.encodings.decoder import Decoder
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import make_manifest, make_spec
 
-pytestmark = pytest.mark.unit
-
 LAYERS = ("q_proj", "up_proj", "down_proj")
 SHAPES = {"q_proj": (8, 16), "up_proj": (3000, 400), "down_proj": (16, 24)}
 A, B = ".lora_A.weight", ".lora_B.weight"

@@ -7,8 +7,6 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
 
 from asyncrl.weights.experts import MODEL_TYPES, unfused
 
-pytestmark = pytest.mark.unit
-
 SIZES = {
     "vocab_size": 40,
     "hidden_size": 16,

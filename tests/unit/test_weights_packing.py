@@ -10,8 +10,6 @@ from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.packing import Packer, Unpacker, separate, spec_of
 from asyncrl.weights.plan import check_fits, make_manifest, make_spec
 
-pytestmark = pytest.mark.unit
-
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
 shapes = st.lists(st.integers(0, 12), max_size=3)
 

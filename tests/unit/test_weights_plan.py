@@ -12,8 +12,6 @@ from asyncrl.errors import ConfigError, WeightTransferError
 from asyncrl.types import Bucket, TensorSlice, TensorSpec
 from asyncrl.weights.plan import ALIGNMENT, DTYPE_BYTES, make_manifest, make_spec, part_manifests, plan_buckets
 
-pytestmark = pytest.mark.unit
-
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 

@@ -15,8 +15,6 @@ from asyncrl.weights.lock_files import remove_stale_segments
 from asyncrl.weights.transports import TRANSPORTS, build_receiver, build_sender
 from asyncrl.weights.transports.shared_segment import SharedSegment, attach
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def segment():

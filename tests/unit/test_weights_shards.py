@@ -16,8 +16,6 @@ from asyncrl.weights.transports.disk import PublishDirectory
 from asyncrl.weights.transports.shards import INDEX_NAME, ShardReader, ShardWriter, plan_shards
 from asyncrl_testing.transport_rig import many_weights
 
-pytestmark = pytest.mark.unit
-
 
 def write(directory, weights, shard_bytes):
     plan = plan_shards([spec_of(*w) for w in weights], shard_bytes)

@@ -8,8 +8,6 @@ from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.plan import make_spec
 from asyncrl.weights.transport import DirectSink
 
-pytestmark = pytest.mark.unit
-
 CPU = torch.device("cpu")
 
 
