@@ -14,7 +14,6 @@ from pathlib import Path
 
 import httpx
 import openai
-import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -33,6 +32,7 @@ from asyncrl.serving.model_text import ModelText
 from asyncrl.types import ReplicaTable
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalReplicaChannel
+from tests.waiting import until
 
 SPECIALS = ["<end>", "<user>", "<assistant>"]
 TEMPLATE = (
@@ -234,9 +234,7 @@ async def serving(
     task = asyncio.create_task(server.serve([listener]))
     watch = asyncio.create_task(fleet.watch())
     try:
-        async with asyncio.timeout(60):
-            while not server.started:
-                await asyncio.sleep(0.001)
+        await until(lambda: server.started)
         await fleet.refresh()
         yield served
     finally:
@@ -249,15 +247,6 @@ async def serving(
 
 
 ASK = {"messages": [{"role": "user", "content": "hello"}]}
-
-
-async def until(condition, what):
-    try:
-        async with asyncio.timeout(60):
-            while not condition():
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        pytest.fail(what)
 
 
 async def _program() -> None:

@@ -27,6 +27,7 @@ class SglangServer(ServerProcess):
     """Runs with `tests/sglang_cpu`, which stands in for SGLang's kernels."""
 
     def __init__(self, model: Path, log: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
+        self.model = model
         more = (str(ROOT / "tests" / "sglang_cpu"), str(ROOT), os.environ.get("PYTHONPATH"))
         path = os.pathsep.join(filter(None, more))
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *FLAGS, *flags]

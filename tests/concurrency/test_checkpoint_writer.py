@@ -13,6 +13,7 @@ from asyncrl.config.run import CheckpointConfig
 from asyncrl.driver.checkpoint_writer import CheckpointWriter
 from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, StorageError
 from asyncrl_testing.local import LocalActor
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 
@@ -153,8 +154,7 @@ async def test_one_that_is_late_counts_as_failed_and_goes_on_while_the_processes
     rig = Rig(tmp_path, max_failures=3, timeout_s=0.1)
     rig.trainers.go.clear()
     await rig.save(2)
-    while len(rig.events) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(rig.events) >= 2)
     rig.trainers.go.set()
     await rig.writer.settle()
     assert rig.events == [("checkpoint_late", 2), ("checkpoint_late", 2), ("checkpoint", 2)]

@@ -17,8 +17,9 @@ from asyncrl.inference.replica import Replica
 from asyncrl.observability.events import EventLog
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.fake_fleet import GOOD, FakeTrainer
-from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, Written, parts_of, until
+from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, Written, parts_of
 from tests.concurrency.test_coordinator import _short_polls as _short_polls
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 

@@ -19,6 +19,7 @@ from asyncrl.remote import actor_client
 from asyncrl.remote import connection as connections
 from asyncrl.remote.actor_client import ActorClient
 from asyncrl.remote.connection import ConnectionEnded, connect, serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 
@@ -116,6 +117,12 @@ class Handle:
 
 def client_of(handle):
     return ActorClient(handle, Process("actor", 3), is_direct=True)
+
+
+def called():
+    """A handle and its client."""
+    handle = Handle(Actor())
+    return handle, client_of(handle)
 
 
 async def opened():
@@ -349,8 +356,7 @@ class TestEnds:
         actor, _server, connection = await opened()
         connection.call("wait", (), {})
         connection.call("echo", (1,), {"after_s": 0.05})
-        while len(actor.made) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(actor.made) >= 2)
         await cut(connection)
         ended = asyncio.all_tasks()
         actor.go.set()
@@ -360,8 +366,7 @@ class TestEnds:
     async def test_the_end_of_the_actor_ends_the_connection(self):
         actor, _server, connection = await opened()
         answer = connection.call("wait", (), {})
-        while not actor.made:
-            await asyncio.sleep(0.01)
+        await until(lambda: actor.made)
         answering = next(e for e in gc.get_objects() if isinstance(e, connections._Answering) and e._actor is actor)
         answering._transport.abort()
         with pytest.raises(ConnectionEnded):
@@ -394,25 +399,21 @@ class TestEnds:
 
 async def waiting():
     """A handle, its client, and a call that the actor has begun and does not end."""
-    handle = Handle(Actor())
-    client = client_of(handle)
+    handle, client = called()
     call = asyncio.create_task(client.call(5, Actor.wait))
-    while not handle.actor.made:
-        await asyncio.sleep(0.01)
+    await until(lambda: handle.actor.made)
     return handle, client, call
 
 
 class TestActorClient:
     async def test_calls_go_over_one_connection(self):
-        handle = Handle(Actor())
-        client = client_of(handle)
+        handle, client = called()
         assert [await client.call(5, Actor.echo, i) for i in range(3)] == [0, 1, 2]
         assert (handle.connections_asked, handle.through_ray) == (1, 0)
 
     async def test_calls_begin_in_their_order_also_while_the_connection_is_opened(self):
-        handle = Handle(Actor())
+        handle, client = called()
         handle.ask.clear()
-        client = client_of(handle)
         calls = [asyncio.create_task(client.call(5, Actor.echo, i)) for i in range(3)]
         await asyncio.sleep(0.01)
         handle.ask.set()
@@ -451,9 +452,8 @@ class TestActorClient:
 
     async def test_a_call_that_its_caller_has_given_up_is_not_made(self, monkeypatch):
         monkeypatch.setattr(actor_client, "SLEPT_S", 0.0)
-        handle = Handle(Actor())
+        handle, client = called()
         handle.ask.clear()
-        client = client_of(handle)
         with pytest.raises(DeadlineExceeded):
             await client.call(0.05, Actor.echo, "late")
         patient = asyncio.create_task(client.call(5, Actor.echo, "patient"))
@@ -465,9 +465,8 @@ class TestActorClient:
     async def test_nobody_complains_of_calls_that_were_given_up(self):
         complaints = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
-        handle = Handle(Actor())
+        handle, client = called()
         handle.ask.clear()
-        client = client_of(handle)
         for _ in range(2):
             with pytest.raises(DeadlineExceeded):
                 await client.call(0.01, Actor.echo, 1)
@@ -497,17 +496,15 @@ class TestActorClient:
         assert (handle.connections_asked, handle.through_ray) == (asked + 1, 0)
 
     async def test_an_opening_that_failed_is_tried_again(self):
-        handle = Handle(Actor())
+        handle, client = called()
         handle.dead = True
-        client = client_of(handle)
         with pytest.raises(ProcessDied):
             await client.call(5, Actor.echo, 1)
         handle.dead = False
         assert await client.call(5, Actor.echo, 1) == 1
 
     async def test_who_gets_a_client_opens_a_connection_of_its_own(self):
-        handle = Handle(Actor())
-        client = client_of(handle)
+        handle, client = called()
         assert await client.call(5, Actor.echo, 1) == 1
         other = copy.copy(client._connection)  # as pickle does: the connection itself cannot be written
         assert other._connection is None

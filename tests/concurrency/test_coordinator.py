@@ -35,6 +35,7 @@ from asyncrl.types import (
 )
 from asyncrl_testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
 from asyncrl_testing.local import LocalActor
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 
@@ -67,12 +68,6 @@ TRAINED = TrainMetrics(
 def _short_polls(monkeypatch):
     for module in (coordinator, evaluation_schedule):
         monkeypatch.setattr(module, "POLL_S", 0.005)
-
-
-async def until(condition):
-    async with asyncio.timeout(15):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def _set_within(event, wait_s):

@@ -12,8 +12,9 @@ from asyncrl.errors import DeadlineExceeded, GenerationError, Process, ProcessDi
 from asyncrl.observability.events import EventLog
 from asyncrl.types import EvalResult
 from asyncrl_testing.fake_fleet import FakeReplica, FakeTrainer
-from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, Written, parts_of, until
+from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, Written, parts_of
 from tests.concurrency.test_coordinator import _short_polls as _short_polls
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 

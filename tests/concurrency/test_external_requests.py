@@ -19,7 +19,8 @@ from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.types import GenerationRequest, ReplicaTable, RunServerStats, SamplingParams
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalActor, publish
-from tests.concurrency.test_coordinator import QUICKSTART, until
+from tests.concurrency.test_coordinator import QUICKSTART
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 

@@ -15,6 +15,7 @@ from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import Generation, Manifest, SamplingParams, Segment
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import NO_SOURCE, LocalReplicaChannel, Rows, publish
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 
@@ -22,8 +23,18 @@ PROMPT = np.array([7, 8, 9], np.int32)
 
 
 class Fleet:
+    """Replicas that serve `version`, if any, and their client."""
+
     def __init__(
-        self, count=2, *, gate_timeout_s=5.0, request_timeout_s=20.0, poll_interval_s=0.0001, waits=False, **script
+        self,
+        count=2,
+        *,
+        version=0,
+        gate_timeout_s=5.0,
+        request_timeout_s=20.0,
+        poll_interval_s=0.0001,
+        waits=False,
+        **script,
     ):
         script = {"tick_s": 0.0, "chunk_tokens": 3, **script}
         self.engines = [FakeEngine(FakeScript(start_version=None, **script)) for _ in range(count)]
@@ -35,7 +46,7 @@ class Fleet:
         self.request_timeout_s = request_timeout_s
         self.poll_interval_s = poll_interval_s
         self.waits = waits
-        self.publishes = 0
+        self.publishes, self._first = 0, version
 
     async def __aenter__(self):
         for replica in self.replicas:
@@ -47,6 +58,8 @@ class Fleet:
             poll_interval_s=self.poll_interval_s,
             waits_for_replacements=self.waits,
         )
+        if self._first is not None:
+            await self.publish(self._first)
         return self
 
     async def __aexit__(self, *_):
@@ -56,15 +69,11 @@ class Fleet:
 
     async def sampled(self, count):
         """Waits until the engines have sampled `count` tokens in all."""
-        async with asyncio.timeout(20):
-            while sum(engine.health().generated_tokens for engine in self.engines) < count:
-                await asyncio.sleep(0.0005)
+        await until(lambda: sum(engine.health().generated_tokens for engine in self.engines) >= count)
 
     async def idle(self):
         """Waits until the engines have nothing to sample."""
-        async with asyncio.timeout(20):
-            while any(engine.health().running for engine in self.engines):
-                await asyncio.sleep(0.001)
+        await until(lambda: not any(engine.health().running for engine in self.engines))
 
     async def publish(self, version, mode="abort"):
         self.publishes += 1
@@ -84,20 +93,26 @@ def check(generation, prompt=PROMPT):
     assert at == len(generation.token_ids) == len(generation.logprobs)
 
 
+async def whole(running, tokens):
+    """The responses; each has so many tokens, and each of them once."""
+    generations = await asyncio.wait_for(asyncio.gather(*running), 60)
+    for generation in generations:
+        check(generation)
+        assert len(generation.token_ids) == tokens
+    return generations
+
+
 @pytest.mark.parametrize("mode", ["abort", "keep", "drain"])
 async def test_publishes_in_the_middle_of_generation(mode):
     async with Fleet(tick_s=0.0005) as fleet:
-        await fleet.publish(0)
         sampling = SamplingParams(max_tokens=120)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, sampling)) for _ in range(20)]
         for version in range(1, 5):
             await fleet.sampled(300 * version)  # of 2400
             await fleet.publish(version, mode)
-        generations = await asyncio.gather(*running)
-        for generation in generations:
-            check(generation)
-            assert (len(generation.token_ids), generation.finish_reason) == (120, "length")
-            assert (generation.interruptions == 0) or mode == "abort"
+        generations = await whole(running, 120)
+        assert {generation.finish_reason for generation in generations} == {"length"}
+        assert mode == "abort" or not any(generation.interruptions for generation in generations)
         versions = {s.version for g in generations for s in g.segments}
         assert len(versions) > 1 or mode == "drain"
         if mode == "drain":
@@ -105,13 +120,13 @@ async def test_publishes_in_the_middle_of_generation(mode):
 
 
 async def test_a_request_before_the_first_commit_waits_and_then_says_why():
-    async with Fleet(gate_timeout_s=0.05) as fleet:
+    async with Fleet(gate_timeout_s=0.05, version=None) as fleet:
         with pytest.raises(GenerationError, match="no committed version yet"):
             await fleet.client.generate(PROMPT, SamplingParams(max_tokens=4))
 
 
 async def test_a_request_that_waited_at_the_gate_runs_after_the_first_commit():
-    async with Fleet() as fleet:
+    async with Fleet(version=None) as fleet:
         waiting = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=4)))
         await asyncio.sleep(0.01)
         assert not waiting.done()
@@ -123,23 +138,17 @@ async def test_a_request_that_waited_at_the_gate_runs_after_the_first_commit():
 
 async def test_a_lost_replica_keeps_every_token_that_was_streamed():
     async with Fleet(tick_s=0.001) as fleet:
-        await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
-        async with asyncio.timeout(20):
-            while {p.replica_id for p in fleet.client._pending.values() if p.draft.num_tokens} != {0, 1}:
-                await asyncio.sleep(0.0005)
+        pending = fleet.client._pending
+        await until(lambda: {p.replica_id for p in pending.values() if p.draft.num_tokens} == {0, 1})
         fleet.channels[0].die()
-        generations = await asyncio.gather(*running)
-        for generation in generations:
-            check(generation)
-            assert len(generation.token_ids) == 60
+        generations = await whole(running, 60)
         resumed = [g for g in generations if {s.replica_id for s in g.segments} == {0, 1}]
         assert resumed, "tokens of the dead replica are kept and continued on the other"
 
 
 async def test_without_replicas_pending_requests_end_with_an_error_and_the_watch_raises():
     async with Fleet(1, tick_s=0.01) as fleet:
-        await fleet.publish(0)
         running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=1000)))
         watch = asyncio.create_task(fleet.client.watch())
         await asyncio.sleep(0.03)
@@ -152,14 +161,12 @@ async def test_without_replicas_pending_requests_end_with_an_error_and_the_watch
 
 async def test_a_refused_request_raises_its_reason():
     async with Fleet(max_model_len=16) as fleet:
-        await fleet.publish(0)
         with pytest.raises(GenerationError, match="max_model_len=16"):
             await fleet.client.generate(PROMPT, SamplingParams(max_tokens=100))
 
 
 async def test_a_response_has_a_deadline_and_the_replica_is_told():
     async with Fleet(1, request_timeout_s=0.1, tick_s=0.005) as fleet:
-        await fleet.publish(0)
         with pytest.raises(GenerationError, match=r"within 0\.1 s"):
             await fleet.client.generate(PROMPT, SamplingParams(max_tokens=3000))
         await fleet.idle()
@@ -170,7 +177,6 @@ async def test_the_wait_for_a_place_does_not_count():
     """Responses one after the other, as many as it takes for the last one to wait longer than one may take."""
     limit_s, elapsed_s, count = 2.0, 0.0, 32
     async with Fleet(1, request_timeout_s=limit_s, tick_s=0.005, num_slots=1) as fleet:
-        await fleet.publish(0)
 
         async def one():
             clock = ActiveClock(limit_s)  # of a trajectory
@@ -187,7 +193,6 @@ async def test_the_wait_for_a_place_does_not_count():
 async def test_the_wait_for_a_place_has_an_end_at_a_replica_that_streams_other_responses(monkeypatch):
     monkeypatch.setattr("asyncrl.rollout.replica_link.LONGEST_QUEUE", 1.0)
     async with Fleet(1, request_timeout_s=0.5, tick_s=0.005, num_slots=1) as fleet:
-        await fleet.publish(0)
         asked = (fleet.client.generate(PROMPT, SamplingParams(max_tokens=20)) for _ in range(100))
         found = await asyncio.gather(*asked, return_exceptions=True)
         failed = [str(error) for error in found if isinstance(error, GenerationError)]
@@ -198,7 +203,6 @@ async def test_the_wait_for_a_place_has_an_end_at_a_replica_that_streams_other_r
 
 async def test_the_wait_for_a_place_at_a_replica_that_streams_nothing_has_a_deadline():
     async with Fleet(1, request_timeout_s=0.3, num_slots=1) as fleet:
-        await fleet.publish(0)
         fleet.engines[0].stall()
         failed = await asyncio.gather(
             *(fleet.client.generate(PROMPT, SamplingParams(max_tokens=40)) for _ in range(3)), return_exceptions=True
@@ -209,7 +213,6 @@ async def test_the_wait_for_a_place_at_a_replica_that_streams_nothing_has_a_dead
 
 async def test_close_ends_pending_requests():
     async with Fleet(1, tick_s=0.01) as fleet:
-        await fleet.publish(0)
         running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=1000)))
         await asyncio.sleep(0.02)
         await fleet.client.close()
@@ -219,28 +222,21 @@ async def test_close_ends_pending_requests():
 
 async def test_a_replica_that_comes_back_is_sent_requests_again():
     async with Fleet(tick_s=0.001, waits=True) as fleet:
-        await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
         await fleet.sampled(40)
         fleet.channels[0].die()
-        for generation in await asyncio.gather(*running):
-            check(generation)
+        await whole(running, 60)
         assert fleet.client.loads == {1: 0}
         back = fleet.channels[0] = LocalReplicaChannel(fleet.replicas[0])
         fleet.client.set_replicas(fleet.rows.put(0, back))
         assert fleet.client.loads == {0: 0, 1: 0}
-        generations = await asyncio.gather(
-            *(fleet.client.generate(PROMPT, SamplingParams(max_tokens=10)) for _ in range(6))
-        )
-        assert {g.segments[0].replica_id for g in generations} == {0, 1}
-        for generation in generations:
-            check(generation)
+        asked = [fleet.client.generate(PROMPT, SamplingParams(max_tokens=10)) for _ in range(6)]
+        assert {g.segments[0].replica_id for g in await whole(asked, 10)} == {0, 1}
         assert fleet.client.loads == {0: 0, 1: 0}, "requests of the lost replica are not counted for the new one"
 
 
 async def test_a_replaced_replica_ends_what_the_former_one_had_and_starts_from_no_load():
     async with Fleet(1, tick_s=0.001, waits=True) as fleet:
-        await fleet.publish(0)
         watch = asyncio.create_task(fleet.client.watch())
         running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200)))
         await fleet.sampled(20)
@@ -255,7 +251,6 @@ async def test_a_replaced_replica_ends_what_the_former_one_had_and_starts_from_n
 
 async def test_a_connection_that_was_lost_to_a_replica_that_serves_is_made_again():
     async with Fleet(tick_s=0.001, waits=True) as fleet:
-        await fleet.publish(0)
         fleet.channels[0].die()
         check(await fleet.client.generate(PROMPT, SamplingParams(max_tokens=6)))
         check(await fleet.client.generate(PROMPT, SamplingParams(max_tokens=6)))
@@ -268,21 +263,17 @@ async def test_a_connection_that_was_lost_to_a_replica_that_serves_is_made_again
 
 async def test_a_removed_replica_gets_nothing_more_and_its_requests_resume():
     async with Fleet(tick_s=0.001) as fleet:
-        await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(4)]
         await fleet.sampled(40)
         fleet.client.set_replicas(fleet.rows.put(1, state="suspended"))
         fleet.client.set_replicas(fleet.rows.table)
-        for generation in await asyncio.gather(*running):
-            check(generation)
-            assert generation.segments[-1].replica_id == 0
+        assert {g.segments[-1].replica_id for g in await whole(running, 60)} == {0}
         assert fleet.client.loads == {0: 0}
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 async def test_tokens_are_handed_on_as_they_arrive_also_over_a_publish(mode):
     async with Fleet(1, tick_s=0.001) as fleet:
-        await fleet.publish(0)
         seen = []
         running = asyncio.create_task(
             fleet.client.generate(
@@ -314,7 +305,6 @@ async def test_tokens_are_gathered_while_nobody_looks_at_them(end):
             await fleet.client.generate(PROMPT, SamplingParams(max_tokens=number), on_chunk=lambda chunk, _: False)
 
         fleet.channels[0].collect = recording
-        await fleet.publish(0)
         for _ in range(2):  # and again after one that somebody followed
             asked.clear()
             await fleet.client.generate(PROMPT, SamplingParams(max_tokens=20))
@@ -332,7 +322,6 @@ async def test_tokens_are_gathered_while_nobody_looks_at_them(end):
 
 async def test_a_caller_that_has_enough_ends_its_response_on_the_replica_too():
     async with Fleet(1, tick_s=0.001) as fleet:
-        await fleet.publish(0)
         generation = await asyncio.wait_for(
             fleet.client.generate(PROMPT, SamplingParams(max_tokens=4000), on_chunk=lambda chunk, _: True), 5
         )
@@ -344,7 +333,6 @@ async def test_a_caller_that_has_enough_ends_its_response_on_the_replica_too():
 
 async def test_the_least_number_of_tokens_holds_over_all_attempts():
     async with Fleet(1, tick_s=0.001, response_tokens=lambda request: 10) as fleet:
-        await fleet.publish(0)
         sampling = SamplingParams(max_tokens=60, min_tokens=40)
         running = asyncio.create_task(fleet.client.generate(PROMPT, sampling))
         await fleet.sampled(20)
@@ -356,7 +344,6 @@ async def test_the_least_number_of_tokens_holds_over_all_attempts():
 
 async def test_a_request_that_is_abandoned_at_once_never_runs():
     async with Fleet(1) as fleet:
-        await fleet.publish(0)
         running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=50)))
         asyncio.get_running_loop().call_soon(running.cancel)
         with pytest.raises(asyncio.CancelledError):
@@ -367,12 +354,10 @@ async def test_a_request_that_is_abandoned_at_once_never_runs():
 
 async def test_a_dead_engine_is_a_lost_replica_and_its_requests_go_on_elsewhere():
     async with Fleet(2, tick_s=0.001) as fleet:
-        await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200))) for _ in range(8)]
         await asyncio.sleep(0.05)
         fleet.engines[0].crash("out of memory")
-        generations = await asyncio.wait_for(asyncio.gather(*running), 20)
-        assert all(len(g.token_ids) == 200 for g in generations)
+        generations = await whole(running, 200)
         moved = [g for g in generations if {s.replica_id for s in g.segments} == {0, 1}]
         assert len(moved) == 4
         assert all(g.interruptions == 1 for g in moved)
@@ -382,14 +367,12 @@ async def test_a_dead_engine_is_a_lost_replica_and_its_requests_go_on_elsewhere(
 
 async def test_when_the_last_engine_dies_its_requests_fail_with_the_reason_or_wait_for_a_replacement():
     async with Fleet(1, tick_s=0.01) as fleet:
-        await fleet.publish(0)
         running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=1000)))
         await asyncio.sleep(0.05)
         fleet.engines[0].crash("out of memory")
         with pytest.raises(GenerationError, match="out of memory"):
             await asyncio.wait_for(running, 20)
     async with Fleet(1, tick_s=0.001, waits=True) as fleet:
-        await fleet.publish(0)
         running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200)))
         await fleet.sampled(20)
         fleet.channels[0].die()
@@ -400,7 +383,7 @@ async def test_when_the_last_engine_dies_its_requests_fail_with_the_reason_or_wa
 
 
 async def test_weights_that_were_not_received_or_differ_are_never_served():
-    async with Fleet(1) as fleet:
+    async with Fleet(1, version=None) as fleet:
         replica = fleet.replicas[0]
         with pytest.raises(WeightTransferError, match="received None"):
             await replica.commit(1, 0, None)
@@ -418,16 +401,14 @@ async def test_weights_that_were_not_received_or_differ_are_never_served():
 
 
 async def test_a_publish_without_version_leaves_it_unchanged():
-    async with Fleet(1) as fleet:
-        await fleet.publish(5)
+    async with Fleet(1, version=5) as fleet:
         await fleet.publish(None)
         generation = await fleet.client.generate(PROMPT, SamplingParams(max_tokens=2))
         assert generation.segments[0].version == 5
 
 
 async def test_a_response_goes_on_from_tokens_of_another_process_and_draws_none_of_them_again():
-    async with Fleet(1, chunk_tokens=1, response_tokens=lambda request: 14) as fleet:
-        await fleet.publish(3)
+    async with Fleet(1, version=3, chunk_tokens=1, response_tokens=lambda request: 14) as fleet:
         sampling = SamplingParams(max_tokens=20)
         whole = await fleet.client.generate(PROMPT, sampling)
         first = Generation(PROMPT, whole.token_ids[:8], whole.logprobs[:8], (Segment(0, 8, 3, 5),), "abort")
@@ -444,7 +425,6 @@ async def test_a_response_goes_on_from_tokens_of_another_process_and_draws_none_
 
 async def test_a_response_whose_prior_is_complete_asks_no_replica():
     async with Fleet(1) as fleet:
-        await fleet.publish(0)
         ids, segments = np.arange(4, dtype=np.int32), (Segment(0, 4, 0, 0),)
         whole = Generation(PROMPT, ids, np.zeros(4, np.float32), segments, "abort")
         made = await fleet.client.generate(PROMPT, SamplingParams(max_tokens=4), draft=Draft(whole))
@@ -454,12 +434,9 @@ async def test_a_response_whose_prior_is_complete_asks_no_replica():
 
 async def test_a_draft_shows_the_tokens_while_they_arrive_over_a_publish():
     async with Fleet(1, tick_s=0.001, chunk_tokens=1) as fleet:
-        await fleet.publish(0)
         draft = Draft()
         running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60), draft=draft))
-        async with asyncio.timeout(20):
-            while draft.num_tokens < 10:
-                await asyncio.sleep(0.001)
+        await until(lambda: draft.num_tokens >= 10)
         cut = draft.generation(PROMPT)
         await fleet.publish(1)
         made = await running
@@ -469,7 +446,6 @@ async def test_a_draft_shows_the_tokens_while_they_arrive_over_a_publish():
 
 async def test_held_replicas_get_no_new_request_and_keep_what_they_work_on():
     async with Fleet(tick_s=0.001) as fleet:
-        await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(4)]
         await fleet.sampled(20)
         assert fleet.client.loads == {0: 2, 1: 2}
@@ -485,7 +461,6 @@ async def test_held_replicas_get_no_new_request_and_keep_what_they_work_on():
 
 async def test_when_all_replicas_are_held_requests_wait_at_a_gate():
     async with Fleet(1) as fleet:
-        await fleet.publish(0)
         await fleet.replicas[0].pause("abort")
         fleet.client.set_replicas(fleet.rows.put(0, state="held"))
         waiting = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5)))
@@ -498,7 +473,6 @@ async def test_when_all_replicas_are_held_requests_wait_at_a_gate():
 
 async def test_what_a_lost_replica_still_sends_is_not_taken_twice():
     async with Fleet(tick_s=0.001, chunk_tokens=1) as fleet:
-        await fleet.publish(0)
         taken_out = fleet.channels[0]
         collect = taken_out.collect
 
@@ -510,17 +484,13 @@ async def test_what_a_lost_replica_still_sends_is_not_taken_twice():
 
         taken_out.collect = collect_and_lose
         sampling = SamplingParams(max_tokens=60)
-        generations = await asyncio.gather(*(fleet.client.generate(PROMPT, sampling) for _ in range(4)))
-        for generation in generations:
-            check(generation)
-            assert len(generation.token_ids) == 60
+        await whole([fleet.client.generate(PROMPT, sampling) for _ in range(4)], 60)
         assert fleet.client.loads == {1: 0}
 
 
 async def test_close_returns_when_a_chunk_arrives_in_the_very_turn_of_it():
     """A collector that lost its cancellation to the chunk would go on, and `close` would wait for it forever."""
     async with Fleet(1, tick_s=0.001) as fleet:
-        await fleet.publish(0)
         running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=1000)))
         await fleet.sampled(3)
         outbox = fleet.replicas[0]._outboxes["test"]
@@ -543,17 +513,14 @@ async def test_a_stop_text_over_chunks_and_publishes_ends_the_response_with_its_
     stop = StopTexts(["yzabcdefghijklmnopqrstuvwxyzabcdefgh", "never"], letters)
     end = 24 + len(stop.texts[0])
     async with Fleet(tick_s=0.0005, chunk_tokens=chunk_tokens) as fleet:
-        await fleet.publish(0)
         drafts = [Draft(finder=stop.follow([])) for _ in range(8)]
         sampling = SamplingParams(max_tokens=400)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, sampling, draft=d)) for d in drafts]
         for version in (1, 2):
             await fleet.sampled(8 * 20 * version)  # of the 60 tokens that each response gets
             await fleet.publish(version)
-        generations = await asyncio.gather(*running)
-        for generation in generations:
-            check(generation)
-            assert (len(generation.token_ids), generation.finish_reason) == (end, "stop")
+        generations = await whole(running, end)
+        assert {generation.finish_reason for generation in generations} == {"stop"}
         assert max(len(g.segments) for g in generations) > 1, "no response was resumed"
         await fleet.idle()
         sampled = sum(engine.health().generated_tokens for engine in fleet.engines)

@@ -14,9 +14,10 @@ from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import SamplingParams, Ticket
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalReplicaChannel, Rows, publish
-from tests.concurrency.test_generation import PROMPT, Fleet, check
-from tests.concurrency.test_rollouter import Queue, Rig, until
+from tests.concurrency.test_generation import PROMPT, Fleet, check, whole
+from tests.concurrency.test_rollouter import Queue, Rig
 from tests.concurrency.test_rollouter import tokenizer as tokenizer
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 
@@ -130,7 +131,6 @@ async def _raises(task, session):
 
 async def test_a_withdrawn_replica_stops_working_and_no_token_that_came_is_lost():
     async with Fleet(tick_s=0.001, waits=True) as fleet:
-        await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
         await fleet.sampled(40)
         before = fleet.replicas[0]._engine.health().generated_tokens
@@ -144,10 +144,7 @@ async def test_a_withdrawn_replica_stops_working_and_no_token_that_came_is_lost(
             poll_interval_s=0.001,
         )
         check(await other.generate(PROMPT, SamplingParams(max_tokens=5)))
-        generations = await asyncio.gather(*running)
-        for generation in generations:
-            check(generation)
-            assert len(generation.token_ids) == 60
+        generations = await whole(running, 60)
         assert {s.replica_id for g in generations for s in g.segments} == {0, 1}, "what it had sampled is kept"
         assert fleet.engines[0].health().generated_tokens < before + 60, "its requests were aborted"
         fleet.client.set_replicas(fleet.rows.put(0, fleet.channels[0], version=0))
@@ -159,7 +156,6 @@ async def test_a_withdrawn_replica_stops_working_and_no_token_that_came_is_lost(
 @pytest.mark.parametrize("state", ["leased", "leaving"])
 async def test_a_withdrawn_replica_hands_over_the_tokens_that_its_outbox_gathers(state):
     async with Fleet(tick_s=0.002, chunk_tokens=1, waits=True, poll_interval_s=0.05) as fleet:
-        await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200))) for _ in range(8)]
         await fleet.sampled(80)
         assert not any(p.draft.num_tokens for p in fleet.client._pending.values()), "all are still at the replicas"
@@ -167,9 +163,7 @@ async def test_a_withdrawn_replica_hands_over_the_tokens_that_its_outbox_gathers
         late = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5)))
         await fleet.client.handed_over()
         sampled = fleet.engines[0].health().generated_tokens
-        generations = [*await asyncio.gather(*running), await late]
-        for generation in generations:
-            check(generation)
+        generations = [*await whole(running, 200), *await whole([late], 5)]
         kept = sum(s.stop - s.start for g in generations for s in g.segments if s.replica_id == 0)
         assert kept == sampled == fleet.engines[0].health().generated_tokens > 20
 
@@ -177,7 +171,6 @@ async def test_a_withdrawn_replica_hands_over_the_tokens_that_its_outbox_gathers
 async def test_a_replica_that_is_another_clients_now_hands_over_too():
     """As when the replicas of one of several rollouters are back, and it had worked with those of the others."""
     async with Fleet(tick_s=0.002, chunk_tokens=1, waits=True, poll_interval_s=0.05) as fleet:
-        await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200))) for _ in range(8)]
         await fleet.sampled(80)
         fleet.client.set_replicas(fleet.rows.table.only({1}), fleet.rows.table)
@@ -203,7 +196,6 @@ async def test_the_rollouter_answers_when_a_leased_replica_has_handed_over(tmp_p
 
 async def test_requests_that_a_withdrawn_replica_never_got_go_elsewhere():
     async with Fleet(waits=True, poll_interval_s=0.05) as fleet:
-        await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5))) for _ in range(8)]
         while not fleet.client.in_flight:
             await asyncio.sleep(0)
@@ -216,15 +208,12 @@ async def test_requests_that_a_withdrawn_replica_never_got_go_elsewhere():
 async def test_a_withdrawn_replica_that_does_not_answer_is_waited_for_only_so_long(monkeypatch):
     monkeypatch.setattr("asyncrl.rollout.replica_link.HAND_OVER_S", 0.1)
     async with Fleet(tick_s=0.002, waits=True) as fleet:
-        await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
         await fleet.sampled(40)
         fleet.channels[0].abort = lambda request_ids: asyncio.Event().wait()
         fleet.client.set_replicas(fleet.rows.put(0, state="leased"))
         await asyncio.wait_for(fleet.client.handed_over(), 5)
-        for generation in await asyncio.gather(*running):
-            check(generation)
-            assert len(generation.token_ids) == 60
+        await whole(running, 60)
 
 
 async def test_forgetting_a_client_forgets_its_evaluations():

@@ -16,6 +16,7 @@ from asyncrl.types import SamplingParams
 from tests.concurrency.test_generation import Fleet
 from tests.contract.test_tool_use import recipe_with
 from tests.environments import task_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 
@@ -134,8 +135,7 @@ def test_tokens_masks_and_versions_are_exact_over_chunks_publishes_and_checkpoin
 
 async def one(environment, script, chunk_tokens, rng):
     task = task_of(PROMPT)
-    async with Fleet(tick_s=0.0005, chunk_tokens=chunk_tokens) as fleet, asyncio.timeout(60):
-        await fleet.publish(1)
+    async with Fleet(version=1, tick_s=0.0005, chunk_tokens=chunk_tokens) as fleet, asyncio.timeout(60):
         session = session_of(fleet, script)
         running = asyncio.create_task(environment.run(task, session))
         for version in (2, 3):
@@ -160,14 +160,14 @@ async def test_a_response_goes_on_over_publishes_within_a_call_and_after_a_resul
     made = build_environment(recipe_with("rollout.environment=interleaved_tool_use"), None)
     await made.start()
     try:
-        async with Fleet(1, tick_s=0.001, chunk_tokens=2) as fleet, asyncio.timeout(60):
-            await fleet.publish(1)
+        async with Fleet(1, version=1, tick_s=0.001, chunk_tokens=2) as fleet, asyncio.timeout(60):
             running = asyncio.create_task(made.run(task_of(PROMPT), session_of(fleet, script)))
             version = 1
             while not running.done():
                 sampled = fleet.engines[0].health().generated_tokens
-                while not running.done() and fleet.engines[0].health().generated_tokens < sampled + 4:
-                    await asyncio.sleep(0.0005)
+                await until(
+                    lambda n=sampled: running.done() or fleet.engines[0].health().generated_tokens >= n + 4,
+                )
                 version += 1
                 await fleet.publish(version)
             trajectory = await running

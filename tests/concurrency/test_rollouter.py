@@ -36,6 +36,7 @@ from asyncrl.types import (
 )
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalActor, LocalReplicaChannel, Rows, publish
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 
@@ -204,15 +205,6 @@ class Rig:
         finally:
             await rollouter.stop()
             await replica.stop()
-
-
-async def until(condition, what):
-    try:
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0.001)
-    except TimeoutError:
-        pytest.fail(f"never: {what}")
 
 
 async def cut_off(tmp_path, tokenizer, **options):

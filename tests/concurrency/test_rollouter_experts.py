@@ -11,7 +11,8 @@ from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Segment, Ticket
 from asyncrl_testing.fake_engine import fake_experts
 from asyncrl_testing.local import publish
-from tests.concurrency.test_rollouter import HINT, Queue, Rig, ended, resumed, tokenizer, until
+from tests.concurrency.test_rollouter import HINT, Queue, Rig, ended, resumed, tokenizer
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 

@@ -7,7 +7,8 @@ from asyncrl.inference.replica import Replica
 from asyncrl.types import Ticket
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript, fake_scores
 from asyncrl_testing.local import LocalReplicaChannel, Rows
-from tests.concurrency.test_rollouter import Queue, Rig, ended, tokenizer, until
+from tests.concurrency.test_rollouter import Queue, Rig, ended, tokenizer
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 

@@ -13,6 +13,7 @@ from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.remote.waits import MESSAGE_QUEUE, ROLLOUTER, replica
 from asyncrl.types import EvalResult, ReplicaRow, ReplicaTable, RolloutStats
 from asyncrl_testing.local import LocalActor, Rows
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 
@@ -204,11 +205,9 @@ async def test_an_evaluation_begins_anew_when_its_rollouter_dies():
     async with Rig(script=second_waits) as rig:
         rig.made[0].gate.clear()
         evaluation = asyncio.create_task(rig.rollouters.evaluate("held_out", 0, 5))
-        while "evaluate" not in rig.made[0].calls:
-            await asyncio.sleep(0.001)
+        await until(lambda: "evaluate" in rig.made[0].calls)
         rig.made[0].die()
-        while len(rig.made) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(rig.made) >= 2)
         assert not evaluation.done()
         rig.made[1].gate.set()
         assert (await asyncio.wait_for(evaluation, 20)).num_prompts == 1
@@ -225,8 +224,7 @@ async def test_during_a_restart_replicas_come_and_go_and_questions_have_an_answe
     async with Rig(script=second_waits) as rig:
         last = await rig.rollouters.stats(1)
         rig.made[0].die()
-        while len(rig.made) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(rig.made) >= 2)
         assert await rig.rollouters.partials(1) == []
         assert await rig.rollouters.stats(1) == last
         await rig.rollouters.set_replicas(rig.rows.drop(0))
@@ -352,8 +350,7 @@ async def test_a_stop_ends_the_run_and_leaves_no_process():
 async def test_a_stop_in_the_middle_of_a_restart_kills_the_new_one():
     async with Rig(script=second_waits) as rig:
         rig.made[0].die()
-        while len(rig.made) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(rig.made) >= 2)
         await rig.rollouters.stop(1)
         rig.running.cancel()
         await asyncio.gather(rig.running, return_exceptions=True)

@@ -21,8 +21,9 @@ from asyncrl.rollout.user_code import UserCode
 from asyncrl.types import Admission, Ticket
 from asyncrl_testing.local import publish
 from tests.concurrency.endings import ENDINGS, IGNORES, give_up
-from tests.concurrency.test_rollouter import Queue, Rig, until
+from tests.concurrency.test_rollouter import Queue, Rig
 from tests.concurrency.test_rollouter import tokenizer as tokenizer
+from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 

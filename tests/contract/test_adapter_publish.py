@@ -1,20 +1,19 @@
 """Encoded publishes to every engine: what it samples then is of the weights with the adapters merged, or of those that
 the differences make."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import SglangEngineConfig, TorchEngineConfig, VllmEngineConfig
 from asyncrl.errors import WeightTransferError
 from asyncrl.weights.encodings.base import merged
-from asyncrl_testing.engine_client import Client, make_request, within
+from asyncrl_testing.engine_client import Client, make_request
 from asyncrl_testing.publishing import Publisher
 from asyncrl_testing.random_model import random_qwen3, write_random_qwen3
 from asyncrl_testing.weight_swap_suite import Part, check_recomputed
-from tests.make import require_sglang, require_vllm
+from tests.engines import running, sglang_engine, torch_engine, vllm_engine
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio]
 
@@ -23,37 +22,29 @@ RANK = 4
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return str(write_random_qwen3(tmp_path_factory.mktemp("model")))
+    return write_random_qwen3(tmp_path_factory.mktemp("model"))
 
 
-def torch_engine(path):
-    from asyncrl.inference.torch_engine.engine import TorchEngine
-
-    settings = TorchEngineConfig(num_slots=8, chunk_tokens=16, device="cpu")
-    return TorchEngine(ModelConfig(path=path), settings, load_real_weights=False)
-
-
-def vllm_engine(path):
-    require_vllm()
-    from asyncrl.inference.vllm.engine import VllmEngine
-
-    settings = VllmEngineConfig(max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=64 << 20, enforce_eager=True)
-    return VllmEngine(ModelConfig(path=path), settings, load_real_weights=False)
-
-
-def sglang_engine(path):
-    require_sglang()
-    from asyncrl.inference.sglang.engine import SglangEngine
-
-    settings = SglangEngineConfig(max_model_len=512, max_running_requests=8, max_total_tokens=1 << 13)
-    return SglangEngine(ModelConfig(path=path), settings, load_real_weights=False)
+@pytest.fixture(
+    params=[
+        partial(torch_engine, num_slots=8, chunk_tokens=16),
+        pytest.param(vllm_engine, marks=pytest.mark.slow),
+        pytest.param(sglang_engine, marks=pytest.mark.sglang),
+    ],
+    ids=["torch", "vllm", "sglang"],
+)
+async def publisher(request, path):
+    """To an engine of each kind."""
+    async with running(request.param(path)) as engine:
+        publisher = Publisher(engine)
+        yield publisher
+        await publisher.close()
 
 
-ENGINES = [
-    torch_engine,
-    pytest.param(vllm_engine, marks=pytest.mark.slow),
-    pytest.param(sglang_engine, marks=pytest.mark.sglang),
-]
+async def assert_serves(publisher, model):
+    client = Client(publisher.engine, make_request(prompt=(5, 9, 77, 3), max_tokens=24, temperature=0.0))
+    await client.done()
+    check_recomputed(client.request.prompt_ids, client.ids, client.logprobs, [Part(model, 0, 24)])
 
 
 def adapters(seed, layers):
@@ -90,30 +81,19 @@ async def strange(publisher):
         await publisher.publish(absent, publisher.next_version(), "abort")
 
 
-@pytest.mark.parametrize("make_engine", ENGINES)
-async def test_an_engine_serves_the_base_with_the_last_adapters_merged(path, make_engine):
-    engine = make_engine(path)
-    await within(engine.start(), 240.0)
-    publisher = Publisher(engine)
-    try:
-        # over dummy weights; over the same adapters; over other weights; over others adapters; after one that failed
-        for seed, layers, before in (
-            (0, (0, 2), None),
-            (1, (0, 2), None),
-            (2, (0, 2), full),
-            (3, (1,), None),
-            (4, (1,), strange),
-        ):
-            await before(publisher) if before else None
-            sent = adapters(seed, layers)
-            await publisher.publish(sent, publisher.next_version(), "abort")
-            client = Client(engine, make_request(prompt=(5, 9, 77, 3), max_tokens=24, temperature=0.0))
-            await client.done()
-            parts = [Part(with_adapters(sent.tensors), 0, 24)]
-            check_recomputed(client.request.prompt_ids, client.ids, client.logprobs, parts)
-    finally:
-        await publisher.close()
-        await within(engine.stop(), 60.0)
+async def test_an_engine_serves_the_base_with_the_last_adapters_merged(publisher):
+    # over dummy weights; over the same adapters; over other weights; over others adapters; after one that failed
+    for seed, layers, before in (
+        (0, (0, 2), None),
+        (1, (0, 2), None),
+        (2, (0, 2), full),
+        (3, (1,), None),
+        (4, (1,), strange),
+    ):
+        await before(publisher) if before else None
+        sent = adapters(seed, layers)
+        await publisher.publish(sent, publisher.next_version(), "abort")
+        await assert_serves(publisher, with_adapters(sent.tensors))
 
 
 def trained(seed):
@@ -125,27 +105,13 @@ def trained(seed):
     return model
 
 
-@pytest.mark.parametrize("make_engine", ENGINES)
-async def test_an_engine_serves_what_differences_make(path, make_engine):
-    engine = make_engine(path)
-    await within(engine.start(), 240.0)
-    publisher = Publisher(engine)
-
-    async def serves(seed):
-        client = Client(engine, make_request(prompt=(5, 9, 77, 3), max_tokens=24, temperature=0.0))
-        await client.done()
-        check_recomputed(client.request.prompt_ids, client.ids, client.logprobs, [Part(trained(seed), 0, 24)])
-
-    try:
-        for seed, delta in ((1, False), (2, True), (3, True), (3, True)):
-            await publisher.publish_encoded(trained(seed), publisher.next_version(), delta=delta)
-            await serves(seed)
-        await publisher.publish_broken(trained(4), publisher.next_version(), "abort")
-        with pytest.raises((WeightTransferError, ExceptionGroup), match="no whole copy"):
-            await publisher.publish_encoded(trained(5), publisher.next_version(), delta=True)
-        for seed, delta in ((6, False), (7, True)):
-            await publisher.publish_encoded(trained(seed), publisher.next_version(), delta=delta)
-            await serves(seed)
-    finally:
-        await publisher.close()
-        await within(engine.stop(), 60.0)
+async def test_an_engine_serves_what_differences_make(publisher):
+    for seed, delta in ((1, False), (2, True), (3, True), (3, True)):
+        await publisher.publish_encoded(trained(seed), publisher.next_version(), delta=delta)
+        await assert_serves(publisher, trained(seed))
+    await publisher.publish_broken(trained(4), publisher.next_version(), "abort")
+    with pytest.raises((WeightTransferError, ExceptionGroup), match="no whole copy"):
+        await publisher.publish_encoded(trained(5), publisher.next_version(), delta=True)
+    for seed, delta in ((6, False), (7, True)):
+        await publisher.publish_encoded(trained(seed), publisher.next_version(), delta=delta)
+        await assert_serves(publisher, trained(seed))

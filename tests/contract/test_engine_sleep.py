@@ -7,10 +7,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError
-from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
 from asyncrl.types import Manifest, SamplingParams
 from asyncrl_testing.engine_client import Client, complete, make_request, within
@@ -19,6 +16,7 @@ from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import NO_SOURCE
 from asyncrl_testing.publishing import Publisher
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
+from tests.engines import running, torch_engine
 
 pytestmark = pytest.mark.contract
 
@@ -44,21 +42,15 @@ def are_gone(tensors):
     return all(torch.count_nonzero(t) * t.element_size() < 2 * 4096 for t in tensors)
 
 
-async def started(path, **settings):
-    engine = TorchEngine(
-        ModelConfig(path=str(path)), TorchEngineConfig(device="cpu", **settings), load_real_weights=False
-    )
-    await within(engine.start())
-    return engine
+SIZES = {"num_slots": 8, "max_model_len": 512}
 
 
 class TestTorchEngine(SleepConformance):
     @pytest_asyncio.fixture
     async def engine(self, path):
-        engine = await started(path, num_slots=8, max_model_len=512)
-        await engine.commit(0)
-        yield engine
-        await within(engine.stop())
+        async with running(torch_engine(path, **SIZES)) as engine:
+            await engine.commit(0)
+            yield engine
 
     async def test_nothing_is_received_into_weights_that_sleep(self, engine):
         await engine.pause("abort")
@@ -77,9 +69,8 @@ async def large(path):
     """256 MiB of KV cache: 8 tensors of 64 slots x 2 heads x 2048 tokens x 32 float32."""
     wide = path.parent / "wide"
     write_random_qwen3(wide, max_position_embeddings=2048)
-    engine = await started(wide, num_slots=64, max_model_len=2048)
-    yield engine
-    await within(engine.stop())
+    async with running(torch_engine(wide, num_slots=64, max_model_len=2048)) as engine:
+        yield engine
 
 
 async def test_a_sleeping_engine_gives_its_memory_back_to_the_system(large):
@@ -142,11 +133,10 @@ def test_nothing_beside_the_memory_is_touched():
 
 @pytest_asyncio.fixture
 async def publisher(path):
-    engine = await started(path, num_slots=8, max_model_len=512)
-    publisher = Publisher(engine)
-    yield publisher
-    await publisher.close()
-    await within(engine.stop())
+    async with running(torch_engine(path, **SIZES)) as engine:
+        publisher = Publisher(engine)
+        yield publisher
+        await publisher.close()
 
 
 async def test_a_publish_wakes_a_replica_with_exactly_the_new_weights(publisher):

@@ -3,18 +3,15 @@
 import asyncio
 
 import pytest
-import pytest_asyncio
 
-from asyncrl.config.model import ModelConfig
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError
-from asyncrl.inference.remote.engine import RemoteEngine
 from asyncrl.inference.remote.support import check_servers
 from asyncrl.types import ModelFacts
 from asyncrl_testing.engine_client import within
-from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.random_model import write_random_qwen3
+from tests.engines import EngineOfAServer, remote_engine
 from tests.make import require_sglang
 from tests.sglang_server import SglangServer
 
@@ -26,53 +23,28 @@ pytestmark = [
 ]
 
 
+SETTINGS = {"max_num_seqs": 32, "weights": "reload"}
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def server(tmp_path_factory):
     require_sglang()
-    return write_random_qwen3(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
-    server = SglangServer(model, tmp_path_factory.mktemp("server") / "log", "--context-length", "518").start()
+    directory = tmp_path_factory.mktemp("server")
+    model = write_random_qwen3(directory / "model")
+    server = SglangServer(model, directory / "log", "--context-length", "518").start()
     yield server
     server.kill()
 
 
-def settings_of(server, **changes):
-    settings = {"urls": [server.url], "max_model_len": 512, "max_num_seqs": 32, "weights": "reload"}
-    return RemoteEngineConfig(**settings | changes)
-
-
-async def started(server, model):
-    engine = RemoteEngine(ModelConfig(path=str(model)), settings_of(server), load_real_weights=True)
-    await within(engine.start(), 60.0)
-    return engine
-
-
-class TestRemoteEngine(EngineConformance):
-    """The server has one engine at a time: each test starts its own, which takes as long as a few calls."""
-
-    deterministic = False
-    scores = False
-
-    @pytest.fixture
-    def make_engine(self, server, model):
-        async def make():
-            return await started(server, model)
-
-        return make
-
-    @pytest_asyncio.fixture(loop_scope="module")
-    async def engine(self, server, model):
-        engine = await started(server, model)
-        yield engine
-        await within(engine.stop())
+class TestRemoteEngine(EngineOfAServer):
+    @staticmethod
+    def build(server):
+        return remote_engine(server, server.model, real=True, **SETTINGS)
 
 
 async def test_a_real_server_passes_the_check_before_a_run(server):
     async def check(facts, **changes):
-        remote = settings_of(server, **changes)
+        remote = RemoteEngineConfig(urls=[server.url], **{"max_model_len": 512, **SETTINGS, **changes})
         rollout = RolloutConfig(engine="remote", num_replicas=1, remote=remote)
         await asyncio.to_thread(check_servers, rollout, facts)
 
@@ -88,7 +60,7 @@ async def test_a_real_server_passes_the_check_before_a_run(server):
 
 async def test_another_vocabulary_is_noticed_at_the_start(server, tmp_path):
     other = write_random_qwen3(tmp_path / "other", vocab_size=160)
-    engine = RemoteEngine(ModelConfig(path=str(other)), settings_of(server), load_real_weights=True)
+    engine = remote_engine(server, other, real=True, **SETTINGS)
     with pytest.raises(ConfigError, match="from 128 tokens, the model has 160"):
         await within(engine.start(), 60.0)
     await within(engine.stop())

@@ -15,7 +15,8 @@ from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.inference.replica_actor import require_gpus
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
 from asyncrl_testing.local import publish
-from tests.serving import ASK, REPLY, GatedTokenizer, byte_tokenizer, serving, until
+from tests.serving import ASK, REPLY, GatedTokenizer, byte_tokenizer, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.contract
 

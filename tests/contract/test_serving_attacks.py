@@ -16,7 +16,8 @@ import pytest
 from asyncrl.chat.connection_limits import ConnectionLimits
 from asyncrl.config.environments import AgentConfig
 from asyncrl.environments.agent_server import AgentServer
-from tests.serving import ASK, serving, until
+from tests.serving import ASK, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.contract
 

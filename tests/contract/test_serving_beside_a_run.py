@@ -22,7 +22,8 @@ from asyncrl.serving.run_server import RunServer, RunServerSpec
 from asyncrl.types import GenerationRequest, SamplingParams
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalReplicaChannel, Rows, publish
-from tests.serving import byte_tokenizer, until
+from tests.serving import byte_tokenizer
+from tests.waiting import until
 
 pytestmark = pytest.mark.contract
 

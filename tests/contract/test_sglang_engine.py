@@ -1,59 +1,21 @@
 """SGLang against the conformance suite of engines."""
 
-import pytest
-import pytest_asyncio
+from functools import partial
 
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import SglangEngineConfig
-from asyncrl_testing.engine_client import within
-from asyncrl_testing.engine_suite import EngineConformance
-from asyncrl_testing.random_model import write_random_qwen3
+import pytest
+
+from tests.engines import SharedEngine, sglang_engine
 from tests.make import require_sglang
 
 pytestmark = [pytest.mark.contract, pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module")]
 
-START_S = 240.0
+SIZES = {"max_running_requests": 32, "stream_interval": 1, "max_total_tokens": 1 << 15}
 
 
-@pytest.fixture(scope="module")
-def make_sglang_engine(tmp_path_factory):
-    require_sglang()
-    from asyncrl.inference.sglang.engine import SglangEngine
-
-    path = write_random_qwen3(tmp_path_factory.mktemp("model"))
-    settings = SglangEngineConfig(
-        max_model_len=512, max_running_requests=32, stream_interval=1, max_total_tokens=1 << 15
-    )
-
-    async def make():
-        engine = SglangEngine(ModelConfig(path=str(path)), settings, load_real_weights=True)
-        await within(engine.start(), START_S)
-        return engine
-
-    return make
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def shared_engine(make_sglang_engine):
-    engine = await make_sglang_engine()
-    yield engine
-    await within(engine.stop())
-
-
-class TestSglangEngine(EngineConformance):
+class TestSglangEngine(SharedEngine):
     deterministic = False
     scores = False
-
-    @pytest.fixture
-    def make_engine(self, make_sglang_engine):
-        return make_sglang_engine
-
-    @pytest_asyncio.fixture(loop_scope="module")
-    async def engine(self, shared_engine):
-        yield shared_engine
-        await shared_engine.resume()
-        await shared_engine.abort(None)
-        await shared_engine.commit(0)
+    build = staticmethod(partial(sglang_engine, real=True, **SIZES))
 
     async def test_it_tells_the_size_of_its_cache(self, engine):
         """Otherwise rollout.sglang.kv_admission would do nothing."""

@@ -2,54 +2,25 @@
 
 import asyncio
 import json
+from functools import partial
 
 import pytest
-import pytest_asyncio
 
-from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import BadRequest, GenerationError
-from asyncrl.inference.vllm.engine import VllmEngine
 from asyncrl.serving.protocol import forced_call, parse_chat
 from asyncrl_testing.engine_client import Client, make_request, within
-from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.random_model import write_random_qwen3
-from tests.make import require_vllm
+from tests.engines import SharedEngine, running, vllm_engine
 from tests.serving import byte_tokenizer
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
-START_S = 240.0
 
-
-@pytest.fixture(scope="module")
-def make_vllm_engine(tmp_path_factory):
-    require_vllm()
-    path = write_random_qwen3(tmp_path_factory.mktemp("model"))
-    settings = VllmEngineConfig(max_model_len=512, max_num_seqs=32, kv_cache_memory_bytes=64 << 20, enforce_eager=True)
-
-    async def make():
-        engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=True)
-        await within(engine.start(), START_S)
-        return engine
-
-    return make
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def shared_engine(make_vllm_engine):
-    engine = await make_vllm_engine()
-    yield engine
-    await within(engine.stop())
-
-
-class TestVllmEngine(EngineConformance):
+class TestVllmEngine(SharedEngine):
     deterministic = False
     stream_interval = VllmEngineConfig().stream_interval
-
-    @pytest.fixture
-    def make_engine(self, make_vllm_engine):
-        return make_vllm_engine
+    build = staticmethod(partial(vllm_engine, real=True, max_num_seqs=32))
 
     async def test_sleep_is_refused_where_it_was_not_asked_for(self, engine):
         for call in (engine.sleep(), engine.wake_up()):
@@ -70,29 +41,12 @@ class TestVllmEngine(EngineConformance):
             assert (len(client.ids), client.finish_reasons) == (4, ["length"])
             assert client.versions == sorted(client.versions)
 
-    @pytest_asyncio.fixture(loop_scope="module")
-    async def engine(self, shared_engine):
-        yield shared_engine
-        await shared_engine.resume()
-        await shared_engine.abort(None)
-        await shared_engine.commit(0)
-
 
 @pytest.mark.slow
 async def test_a_json_schema_guides_a_response_where_the_tokenizer_is_loaded(tmp_path):
-    require_vllm()
     path = write_random_qwen3(tmp_path, vocab_size=260, eos_token_id=256)
     byte_tokenizer().save_pretrained(path)
-    settings = VllmEngineConfig(
-        max_model_len=512,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=64 << 20,
-        enforce_eager=True,
-        structured_outputs=True,
-    )
-    engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=True)
-    await within(engine.start(), START_S)
-    try:
+    async with running(vllm_engine(path, real=True, max_num_seqs=4, structured_outputs=True)) as engine:
         call = {"type": "object", "properties": {"name": {"const": "add"}}, "required": ["name"]}
         schema = json.dumps(call | {"additionalProperties": False})
         clients = [
@@ -115,5 +69,3 @@ async def test_a_json_schema_guides_a_response_where_the_tokenizer_is_loaded(tmp
             await within(Client(engine, make_request(json_schema=schema, first_position=2)).done())
         free = await Client(engine, make_request(max_tokens=8)).done()
         assert len(free.ids) == 8, "a request without a schema is not guided"
-    finally:
-        await within(engine.stop())
