@@ -128,6 +128,17 @@ class RunDirectory:
             return False
         return owner > 0
 
+    def read_config(self, asked: str) -> dict[str, Any]:
+        """The content of `config.json`. Raises ConfigError, which begins with `asked`: there is no run."""
+        if not self.config.is_file():
+            found = "no config.json there" if self.path.is_dir() else "no such directory"
+            raise ConfigError(explain(asked, found, "name the directory of a run, such as runs/quickstart"))
+        try:
+            return json.loads(self.config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            do = "name another run; this one was not started by this version"
+            raise ConfigError(explain(asked, f"config.json is not JSON: {error}", do)) from error
+
     def write_config(self, recipe: Recipe, written: Mapping[str, Any], name: str) -> None:
         """`config.json`: the recipe as `written`, the git commit and the versions of the packages that matter.
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.commands import plain_console, refuse
 from asyncrl.config.run import SINKS
 from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
 
@@ -36,8 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _workspace(options) if options.command == "wandb" else _sync(options)
     except AsyncRLError as error:
-        Console(stderr=True).print(f"asyncrl-dashboard: {error}", markup=False, highlight=False, soft_wrap=True)
-        return error.exit_code
+        return refuse(f"asyncrl-dashboard: {error}", error)
 
 
 def _workspace(options: argparse.Namespace) -> int:
@@ -53,17 +50,13 @@ def _workspace(options: argparse.Namespace) -> int:
         sys.stdout.write(spec.model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n")
         return 0
     address = _sent(f"save a workspace in {options.project}", lambda: save(entity, project))
-    Console().print(f"saved {address}", markup=False, highlight=False, soft_wrap=True)
+    plain_console().print(f"saved {address}")
     return 0
 
 
 def _sync(options: argparse.Namespace) -> int:
     directory = RunDirectory(options.run)
-    if not directory.config.is_file():
-        found = "no config.json there" if options.run.is_dir() else "no such directory"
-        do = "name the directory of a run, such as runs/quickstart"
-        raise ConfigError(explain(f"sync {options.run}", found, do))
-    config: dict[str, Any] = json.loads(directory.config.read_text(encoding="utf-8"))
+    config = directory.read_config(f"sync {options.run}")
     observability = config["recipe"]["observability"]
     sinks = options.sink or observability["sinks"]
     if not sinks:
@@ -72,7 +65,6 @@ def _sync(options: argparse.Namespace) -> int:
     directory.lock(f"asyncrl-dashboard sync {options.run}")
     from asyncrl.observability.sinks.sync import rewrite_tensorboard, sync_wandb
 
-    console = Console()
     for sink in sinks:
         _require(sink, f"asyncrl[{sink}]" if sink == "tensorboard" else sink)
         if sink == "tensorboard":
@@ -84,7 +76,7 @@ def _sync(options: argparse.Namespace) -> int:
                 lambda project=project: sync_wandb(directory.path, config["name"], project, config["recipe"]),
             )
             told = f"wandb: sent {sent} of {all_of_them} steps to {address}"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        plain_console().print(told)
     return 0
 
 

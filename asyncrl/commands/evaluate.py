@@ -26,6 +26,7 @@ from rich.table import Table
 
 from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, reaches_out, require_trusted
+from asyncrl.commands import EXIT_SIGNAL_BASE, at_signals, log_failure, new_log, plain_console, refuse
 from asyncrl.config.algorithm_parts import ADVANTAGES
 from asyncrl.config.checks import require
 from asyncrl.config.environments import JUDGES
@@ -40,15 +41,13 @@ from asyncrl.data.rows import to_record
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.driver.preload import start_preloading
-from asyncrl.errors import AsyncRLError, ConfigError, StorageError, explain
+from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.inference.engines import STANDALONE
 from asyncrl.registry import make_importable
 from asyncrl.types import EvalResult, ReplicaTable
 
 logger = logging.getLogger("asyncrl.commands.evaluate")
 
-EXIT_PROGRAM_ERROR = 1
-EXIT_SIGNAL_BASE = 128
 ALL_ROWS = 1 << 52
 DEFAULT_LENGTH = 4096
 """Longest prompt and response together, in tokens, for a model whose config states no length."""
@@ -82,17 +81,13 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="asyncrl-eval-") as scratch:
             return _evaluate(arguments, Path(scratch), console)
     except ConfigError as e:
-        Console(stderr=True).print(f"asyncrl-eval: {e}", markup=False, highlight=False, soft_wrap=True)
-        return e.exit_code
+        return refuse(f"asyncrl-eval: {e}", e)
     except _Stopped as e:
         return EXIT_SIGNAL_BASE + e.number
     except KeyboardInterrupt:
         return EXIT_SIGNAL_BASE + signal.SIGINT
-    except Exception as e:
-        # End of the program. A named error is self-explanatory; any other is logged with its traceback.
-        traceback = None if isinstance(e, AsyncRLError) else e
-        logger.log(logging.ERROR, "the evaluation failed: %s: %s", type(e).__name__, e, exc_info=traceback)
-        return e.exit_code if isinstance(e, AsyncRLError) else EXIT_PROGRAM_ERROR
+    except Exception as e:  # noqa: BLE001 - end of the program: it is logged
+        return log_failure(logger, "the evaluation failed", e)
 
 
 def _evaluate(arguments: argparse.Namespace, scratch: Path, console: Console) -> int:
@@ -127,15 +122,12 @@ def _evaluate_found(
 
     from asyncrl.observability.logs import configure_driver
 
-    log = (arguments.log_file or _new_log()).absolute()
+    log = (arguments.log_file or new_log("asyncrl-eval")).absolute()
     configure_driver(log, console, hide)
     rollout = recipe.rollout
-    console.print(
+    plain_console(stderr=arguments.json).print(
         f"asyncrl-eval {arguments.checkpoint}: {len(held_out.rows)} prompts x {recipe.eval.samples} on "
-        f"{rollout.num_replicas} {rollout.engine} replica(s); log {log}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        f"{rollout.num_replicas} {rollout.engine} replica(s); log {log}"
     )
     with ForkServer() as forks:
         start_preloading(forks, recipe, trains=False)  # imports while Ray starts
@@ -145,17 +137,10 @@ def _evaluate_found(
     report = Report(arguments.checkpoint, arguments.dataset, version, temperature, dropped, result)
     console.print(_table(report))
     if arguments.json:
-        Console(stderr=False).print(report.as_json(), markup=False, highlight=False, soft_wrap=True)
+        plain_console().print(report.as_json())
     if rows is not None:
         write_rows(rows, held_out, result)
     return 0
-
-
-def _new_log() -> Path:
-    """A new file that only this user can read; `mkstemp` excludes a file prepared by another user."""
-    descriptor, path = tempfile.mkstemp(prefix="asyncrl-eval-", suffix=".log")
-    os.close(descriptor)
-    return Path(path)
 
 
 def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None, scratch: Path) -> Recipe:
@@ -326,16 +311,8 @@ class _Stopped(BaseException):
 
 
 async def _run(recipe: Recipe, name: str, prompts: RenderedPrompts, environment: Mapping[str, str]) -> EvalResult:
-    loop = asyncio.get_running_loop()
     work = asyncio.create_task(_answer(recipe, name, prompts, environment))
-    signals: list[int] = []
-
-    def on_signal(number: int) -> None:
-        signals.append(number)
-        work.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
+    signals = at_signals(work.cancel)
     try:
         return await work
     except asyncio.CancelledError:

@@ -18,10 +18,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, require_trusted
+from asyncrl.commands import plain_console, refuse
 from asyncrl.commands.convert import convert, new_directory, require_new
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import resolved
@@ -43,7 +42,6 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    console = Console(stderr=False)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: one process reads
     try:
         out = Path(arguments.out)
@@ -65,14 +63,8 @@ def main(argv: list[str] | None = None) -> int:
             total = export(found, model, out, dtype=dtype, max_shard_bytes=_bytes(arguments.max_shard_size))
             text = f"{total} parameters in {dtype}"
     except AsyncRLError as e:
-        Console(stderr=True).print(f"asyncrl-export: {e}", markup=False, highlight=False, soft_wrap=True)
-        return e.exit_code
-    console.print(
-        f"{found.directory.name} of global_steps {found.global_steps} -> {out}: {text}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+        return refuse(f"asyncrl-export: {e}", e)
+    plain_console().print(f"{found.directory.name} of global_steps {found.global_steps} -> {out}: {text}")
     return 0
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.commands import plain_console, refuse
 from asyncrl.commands.probe import probe
 from asyncrl.config.load import load_recipe
 from asyncrl.config.recipe import Recipe
@@ -56,12 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         for settings in variants:
             rows.append(_row(options, settings, costs))
     except AsyncRLError as error:
-        Console(stderr=True).print(f"asyncrl-plan: {error}", markup=False, highlight=False, soft_wrap=True)
-        return error.exit_code
+        return refuse(f"asyncrl-plan: {error}", error)
     if options.json:
         sys.stdout.write(json.dumps({"costs": asdict(costs), "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
     else:
-        console.print(f"costs: {costs.source}", markup=False, highlight=False, soft_wrap=True)
+        plain_console().print(f"costs: {costs.source}")
         # Wider than a narrow terminal, which then wraps whole lines instead of every heading.
         Console(width=max(console.width, TABLE_WIDTH)).print(_table(rows))
     return 0
@@ -147,7 +147,7 @@ def _measure(options: argparse.Namespace, run: RunFiles) -> tuple[CostModel, Run
 
 def _recipe_of(run: RunFiles) -> Recipe:
     """The recipe in the run's config.json. Raises ConfigError if this version rejects it."""
-    written = json.loads(RunDirectory(run.directory).config.read_text(encoding="utf-8"))
+    written = RunDirectory(run.directory).read_config(f"the recipe of {run.directory}")
     with TemporaryDirectory(prefix="asyncrl-plan-") as scratch:
         file = Path(scratch) / "recipe.yaml"
         file.write_text(json.dumps(written.get("recipe", {})), encoding="utf-8")

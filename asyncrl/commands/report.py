@@ -15,8 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from asyncrl.commands import plain_console, refuse
 from asyncrl.errors import AsyncRLError, unwritable
 from asyncrl.report.page_data import page_data
 from asyncrl.report.run_files import read_run, read_spans
@@ -47,16 +46,13 @@ def main(argv: list[str] | None = None) -> int:
             trace = json.dumps(chrome_trace(runs[0], read_spans(runs[0]))).encode()
             write(options.trace, gzip.compress(trace) if options.trace.suffix == ".gz" else trace)
     except AsyncRLError as error:
-        Console(stderr=True).print(f"asyncrl-report: {error}", markup=False, highlight=False, soft_wrap=True)
-        return error.exit_code
-    console = Console()
+        return refuse(f"asyncrl-report: {error}", error)
+    say = plain_console().print
     for finding in data["runs"][0]["findings"]:
-        console.print(
-            f"{finding['severity']:8} {finding['title']}: {finding['evidence']}", markup=False, highlight=False
-        )
-    console.print(data["runs"][0]["helps_most"], markup=False, highlight=False, soft_wrap=True)
+        say(f"{finding['severity']:8} {finding['title']}: {finding['evidence']}")
+    say(data["runs"][0]["helps_most"])
     for path in (out, options.trace) if options.trace else (out,):
-        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+        say(f"wrote {path}")
     return 0
 
 

@@ -14,9 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-
 from asyncrl.checkpoint.run_directory import RunDirectory
+from asyncrl.commands import plain_console, refuse
 from asyncrl.driver.scale_requests import ask, asked
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, StorageError, explain
 from asyncrl.types import FleetReport
@@ -39,17 +38,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("target", metavar="replicas=N", nargs="?", help="how many; without it the fleet is shown")
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="until so many serve, at most this long")
     options = parser.parse_args(argv)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
     try:
         directory = _running(options.run)
         replicas = None if options.target is None else _number(options.target)
         fleet = _ask(directory, replicas)
         if options.wait is not None:
             fleet = _reached(directory, fleet, options.wait)
-        console.print(describe(fleet))
+        plain_console().print(describe(fleet))
     except AsyncRLError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"asyncrl-scale: {error}")
-        return error.exit_code
+        return refuse(f"asyncrl-scale: {error}", error)
     except KeyboardInterrupt:
         return 130
     return 0
@@ -69,11 +66,7 @@ def describe(fleet: FleetReport) -> str:
 def _running(path: Path) -> RunDirectory:
     """Raises ConfigError if no run is in progress, DeadlineExceeded if it does not train yet."""
     directory = RunDirectory(path)
-    if not directory.config.is_file():
-        found = "no config.json there" if path.is_dir() else "no such directory"
-        raise ConfigError(
-            explain(f"the fleet of {path}", found, "name the directory of a run, such as runs/quickstart")
-        )
+    directory.read_config(f"the fleet of {path}")
     deadline = time.monotonic() + ANSWER_S
     while not directory.scale.is_dir():
         if not directory.is_locked:

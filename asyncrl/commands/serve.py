@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from asyncrl.commands import EXIT_SIGNAL_BASE, at_signals, log_failure, new_log, plain_console, refuse
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import load_recipe, serving_api_key
@@ -42,7 +42,7 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preflight import check_packages
 from asyncrl.driver.preload import start_preloading
-from asyncrl.errors import AsyncRLError, ConfigError, explain
+from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.engines import ENGINES, STANDALONE, require_runs
 from asyncrl.types import ReplicaTable
 
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncrl.commands.serve")
 
 EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_SIGNAL_BASE = 128
 LAST_WORD_S = 5.0
 """Time for a client to read that its request timed out, before its connection is closed."""
 _BASE = ("data.train=none", "data.max_prompt_tokens=1", "rollout.sampling.max_response_tokens=1")
@@ -107,28 +105,25 @@ def _main(arguments: argparse.Namespace, forks: ForkServer) -> int:
         start_preloading(forks, recipe, trains=False)  # imports while this process reads the input and starts Ray
         service = prepare(config, recipe)
     except ConfigError as e:
-        text = f"asyncrl-serve: this model cannot be served\n{e}"
-        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
-        return EXIT_BAD_INPUT
+        return refuse(f"asyncrl-serve: this model cannot be served\n{e}", e)
 
     from asyncrl.observability.logs import configure_driver
 
     configure_driver(service.log_file, console, Hidden())
-    console.print(f"asyncrl-serve {service.name}", style="bold", highlight=False, markup=False)
+    say = plain_console().print
+    say(f"asyncrl-serve {service.name}", style="bold")
     engine, count = service.rollout.engine, service.rollout.num_replicas
-    console.print(f"  starting {count} {engine} replica(s); log {service.log_file}", highlight=False, soft_wrap=True)
+    say(f"  starting {count} {engine} replica(s); log {service.log_file}")
     if not service.is_local and service.config.api_key is None:
         logger.warning("%s is open to every machine that can reach it: set --api-key", service.address)
     try:
         number = run(service, forks)
     except KeyboardInterrupt:
         number = signal.SIGINT
-    except Exception as e:
-        # End of the program. A named error is self-explanatory; any other is logged with its traceback.
-        traceback = None if isinstance(e, AsyncRLError) else e
-        logger.log(logging.ERROR, "serving failed: %s: %s", type(e).__name__, e, exc_info=traceback)
+    except Exception as e:  # noqa: BLE001 - end of the program: it is logged
+        log_failure(logger, "serving failed", e)
         return EXIT_FAILED
-    console.print(f"ended by {signal.Signals(number).name}", highlight=False)
+    say(f"ended by {signal.Signals(number).name}")
     return EXIT_SIGNAL_BASE + number
 
 
@@ -155,14 +150,8 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
         tokenizer, model, facts.vocab_size, max_model_len=rollout.max_model_len, parser=rollout.tool_use.parser
     )
     listener = bind(config.host, config.port, keys="--")
-    return Service(config, model, rollout, recipe.recovery, text, listener, (config.log_file or _log_file()).absolute())
-
-
-def _log_file() -> Path:
-    """A new file that only this user can read; `mkstemp` excludes a file prepared by another user."""
-    descriptor, path = tempfile.mkstemp(prefix="asyncrl-serve-", suffix=".log")
-    os.close(descriptor)
-    return Path(path)
+    log = (config.log_file or new_log("asyncrl-serve")).absolute()
+    return Service(config, model, rollout, recipe.recovery, text, listener, log)
 
 
 def run(service: Service, forks: ForkServer) -> int:
@@ -176,15 +165,8 @@ def run(service: Service, forks: ForkServer) -> int:
 async def _run(service: Service, environment: Mapping[str, str]) -> int:
     from asyncrl.driver.fleet.standalone import standalone_pool
 
-    signals: list[int] = []
     stopped = asyncio.Event()
-
-    def on_signal(number: int) -> None:
-        signals.append(number)
-        stopped.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    signals = at_signals(stopped.set)
     replicas = standalone_pool(
         service.model,
         service.rollout,

@@ -19,7 +19,8 @@ from rich.live import Live
 from rich.text import Text
 
 from asyncrl.checkpoint.run_directory import RunDirectory
-from asyncrl.errors import AsyncRLError, ConfigError, explain
+from asyncrl.commands import refuse
+from asyncrl.errors import AsyncRLError
 from asyncrl.observability.progress import duration
 from asyncrl.observability.terminal_view import step_table
 from asyncrl.types.events import FAULTS, RunEnded, RunFaulted, RunStarted
@@ -45,8 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             _watch(watched, console, max(SHORTEST_S, options.interval))
     except AsyncRLError as error:
-        Console(stderr=True).print(f"asyncrl-top: {error}", markup=False, highlight=False, soft_wrap=True)
-        return error.exit_code
+        return refuse(f"asyncrl-top: {error}", error)
     except KeyboardInterrupt:
         pass
     return 0
@@ -70,10 +70,7 @@ class Watched:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if there is no run."""
         directory = RunDirectory(path)
-        if not directory.config.is_file():
-            found = "no config.json there" if path.is_dir() else "no such directory"
-            raise ConfigError(explain(f"watch {path}", found, "name the directory of a run, such as runs/quickstart"))
-        config = json.loads(directory.config.read_text(encoding="utf-8"))
+        config = directory.read_config(f"watch {path}")
         self._name, self._max_steps = config["name"], config["recipe"]["run"]["max_steps"]
         self._metrics, self._events = _Tail(directory.metrics), _Tail(directory.events)
         self._record: dict[str, float | None] = {}

@@ -17,7 +17,6 @@ Exit codes, the same for a person and a scheduler (docs/operations.md):
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import os
 import shlex
@@ -28,19 +27,17 @@ from rich.console import Console
 
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import check_resumable
+from asyncrl.commands import EXIT_SIGNAL_BASE, log_failure, plain_console, refuse
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import Loaded, environment_defaults, load, serving_api_key
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preflight import check_packages, check_recipe, check_server, describe, hub_names
 from asyncrl.driver.preload import start_preloading
-from asyncrl.errors import AsyncRLError, ConfigError, StorageError
+from asyncrl.errors import ConfigError, StorageError
 from asyncrl.registry import make_importable
 from asyncrl.remote.garbage import collect_seldom
 from asyncrl.trainer.backends import require_written_by
-
-EXIT_PROGRAM_ERROR = 1
-EXIT_SIGNAL_BASE = 128
 
 logger = logging.getLogger("asyncrl.commands.train")
 
@@ -68,10 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         with ForkServer() as forks:
             return _train(loaded, arguments, console, forks)
     except (ConfigError, StorageError) as e:
-        Console(stderr=True).print(
-            f"asyncrl-train: this recipe cannot run\n{hide(str(e))}", markup=False, highlight=False, soft_wrap=True
-        )
-        return e.exit_code
+        return refuse(f"asyncrl-train: this recipe cannot run\n{hide(str(e))}", e)
 
 
 def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, forks: ForkServer) -> int:
@@ -88,12 +82,12 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
     # Phase 1: check everything and print the plan. A dry run ends here.
     check_packages(recipe, missing_ok=dry_run)  # a dry run may be for another machine
     found = check_recipe(recipe, use_hub=not dry_run)
-    console.print(f"asyncrl-train {name}", style="bold", highlight=False)
-    show = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say = plain_console().print
+    say(f"asyncrl-train {name}", style="bold")
     for label, text in describe(recipe, found):
-        show(f"  {label:<9} {hide(text)}")
+        say(f"  {label:<9} {hide(text)}")
     if dry_run:
-        console.print("  dry run: the recipe is valid; nothing was started", highlight=False)
+        say("  dry run: the recipe is valid; nothing was started")
         return 0
     assert found.train is not None, "the hub was used"
     # Phase 2: take the port and the directory.
@@ -106,7 +100,7 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
     if start_from is not None:
         check_resumable(recipe, found.train.digest, start_from)
         require_written_by(recipe.trainer.backend, start_from / "trainer")
-    console.print(f"  run       {directory.path}" + (f", resumed from {start_from.name}" if start_from else ""))
+    say(f"  run       {directory.path}" + (f", resumed from {start_from.name}" if start_from else ""))
 
     from asyncrl.driver.run import run
     from asyncrl.driver.run_spec import RunSpec
@@ -122,24 +116,18 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
         spec = RunSpec(recipe, name, directory, start_from, found.train, held_out, loaded.written, hide, key)
         result = run(spec, console, forks)
     except KeyboardInterrupt:
-        console.print("interrupted before the first step", highlight=False)
+        say("interrupted before the first step")
         return EXIT_SIGNAL_BASE + 2
-    except Exception as e:
-        # End of the program. A named error is self-explanatory; any other is logged with its traceback.
-        traceback = None if isinstance(e, AsyncRLError) else e
-        logger.log(logging.ERROR, "the run failed: %s: %s", type(e).__name__, e, exc_info=traceback)
+    except Exception as e:  # noqa: BLE001 - end of the program: it is logged
+        exit_code = log_failure(logger, "the run failed", e)
         if isinstance(e, ConfigError):
             directory.disown()  # the same command may work after the correction
-        console.print(
-            f"evidence: {directory.faults}, {directory.log}, {directory.events}; go on with: {resume}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        return e.exit_code if isinstance(e, AsyncRLError) else EXIT_PROGRAM_ERROR
+        say(f"evidence: {directory.faults}, {directory.log}, {directory.events}; go on with: {resume}")
+        return exit_code
     if result.signal is not None:
-        console.print(f"ended after step {result.step}; go on with: {resume}", highlight=False, soft_wrap=True)
+        say(f"ended after step {result.step}; go on with: {resume}")
         return EXIT_SIGNAL_BASE + result.signal
-    console.print(f"done: {result.step} steps in {directory.path}", highlight=False, soft_wrap=True)
+    say(f"done: {result.step} steps in {directory.path}")
     return 0
 
 

@@ -48,16 +48,7 @@ class RunFiles:
 def read_run(path: Path) -> RunFiles:
     """Raises ConfigError if there is no run, or it has not completed a step."""
     directory = RunDirectory(path)
-    if not directory.config.is_file():
-        found = "no config.json there" if path.is_dir() else "no such directory"
-        raise ConfigError(
-            explain(f"the files of the run {path}", found, "name the directory of a run, such as runs/quickstart")
-        )
-    try:
-        config = json.loads(directory.config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        do = "name another run; this one was not started by this version"
-        raise ConfigError(explain(f"the files of the run {path}", f"config.json is not JSON: {error}", do)) from error
+    config = directory.read_config(f"the files of the run {path}")
     # If a step has several lines, the last one counts.
     by_step = {line[Metric.STEP]: line for line in _lines(directory.metrics) if Metric.STEP in line}
     if not by_step:

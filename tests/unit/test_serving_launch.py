@@ -14,7 +14,7 @@ import uvicorn
 
 from asyncrl.chat.connection_limits import REASONS, ConnectionLimiter, ConnectionLimits
 from asyncrl.chat.server import bind, serve_until
-from asyncrl.commands import serve
+from asyncrl.commands import new_log, serve
 from asyncrl.config.serving import ServingConfig
 from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.serving.discovery import DiscoveryFile, FleetAddress
@@ -84,7 +84,7 @@ def test_a_discovery_file_that_cannot_be_removed_does_not_keep_the_rest_from_end
 def test_the_log_is_a_new_file_that_only_its_owner_reads(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / f"asyncrl-serve-{os.getpid()}.log").symlink_to(tmp_path / "another's")
-    files = {serve._log_file() for _ in range(3)}
+    files = {new_log("asyncrl-serve") for _ in range(3)}
     assert len(files) == 3
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     assert not (tmp_path / "another's").exists()
