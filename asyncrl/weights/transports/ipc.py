@@ -26,13 +26,13 @@ from asyncrl.weights.packing import Packer, Unpacker
 from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.media import (
+    CudaMapping,
     CudaMedium,
     HostMapping,
     Mapping,
     Medium,
     OpenMedium,
     Stage,
-    open_device_memory,
 )
 from asyncrl.weights.transports.shared_segment import SharedSegment, attach
 
@@ -176,7 +176,7 @@ class IpcReceiver(ChannelReceiver[IpcSource]):
         source: IpcSource,
         *,
         device: str | torch.device = "cpu",
-        open_medium: OpenMedium = open_device_memory,
+        open_medium: OpenMedium = CudaMapping,
     ) -> None:
         """`device`: where the sink's tensors live. `open_medium`: maps the device memory that a sender offers."""
         super().__init__(source)
