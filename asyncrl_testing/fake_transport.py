@@ -135,7 +135,7 @@ class FakeSender:
         return digest
 
     def interrupt(self) -> None:
-        """As `Interruptible.interrupt`."""
+        """As `WeightSender.interrupt`."""
         if (hub := self._hub) is not None:
             with hub.changed:
                 hub.closed = True

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from asyncrl.chat.dialects import DIALECTS
-from asyncrl.chat.fields import ApiError, bad_field, short
+from asyncrl.chat.fields import ApiError, bad_field, parsed, short
 from asyncrl.chat.http import (
     BODY_TIMEOUT_S,
     ClientLeft,
@@ -45,7 +45,7 @@ from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.openapi import schema
-from asyncrl.serving.protocol import ChatRequest, Options, forced_call, parse_chat, parse_completion
+from asyncrl.serving.protocol import ChatRequest, CompletionRequest, Options, forced_call
 
 logger = logging.getLogger(__name__)
 
@@ -206,8 +206,8 @@ class Api:
 
     async def _chat_question(self, request: Request, body: object) -> Question:
         """The question of a chat completion's body. Raises ApiError."""
-        asked = parse_chat(body)
-        assert isinstance(body, dict), "parse_chat has checked it"
+        asked = parsed(ChatRequest, body)
+        assert isinstance(body, dict), "it was parsed"
         self._require_model(asked.model)
         guide = self._guide(asked, body)
         messages = with_names([for_template(message) for message in asked.messages])
@@ -234,7 +234,7 @@ class Api:
         return json.dumps(schema)
 
     async def _completion(self, request: Request) -> Response:
-        asked = parse_completion(await self._body(request))
+        asked = parsed(CompletionRequest, await self._body(request))
         self._require_model(asked.model)
         prompts = await asyncio.to_thread(lambda: [self._model.text.prompt(p) for p in asked.prompt])
         question = self._question(request, tuple(prompts), asked)

@@ -20,7 +20,6 @@ from asyncrl.chat.fields import (
     Served,
     Text,
     bad_field,
-    parsed,
     short,
     unsupported,
     whole,
@@ -263,16 +262,6 @@ class ChatRequest(Options):
 class CompletionRequest(Options):
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptText | PromptIds | Prompts)]
     max_tokens: Length | None = 16
-
-
-def parse_chat(body: object) -> ChatRequest:
-    """Raises ApiError naming the field."""
-    return parsed(ChatRequest, body)
-
-
-def parse_completion(body: object) -> CompletionRequest:
-    """Raises ApiError naming the field."""
-    return parsed(CompletionRequest, body)
 
 
 def forced_call(asked: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Packer:
     def __init__(
         self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], digest: DigestKind = "xxh3"
     ) -> None:
-        self._manifest = manifest
+        self.manifest = manifest
         self._weights: Iterator[tuple[str, torch.Tensor]] = iter(weights)
         self._current = -1
         self._data = torch.empty(0, dtype=torch.uint8)
@@ -137,12 +137,12 @@ class Packer:
 
     def finish(self) -> Digest | None:
         """Checks that the weights end where the manifest does; returns the digest if the manifest asks for it."""
-        self._take(len(self._manifest.tensors) - 1)
+        self._take(len(self.manifest.tensors) - 1)
         extra = next(self._weights, None)
         if extra is not None:
             raise WeightTransferError(
                 explain(
-                    f"publish {len(self._manifest.tensors)} tensors",
+                    f"publish {len(self.manifest.tensors)} tensors",
                     f"one more: {extra[0]}",
                     "make named_weights() yield what weight_specs() lists",
                 )
@@ -156,7 +156,7 @@ class Packer:
 
     def _advance(self) -> None:
         self._current += 1
-        expected = self._manifest.tensors[self._current]
+        expected = self.manifest.tensors[self._current]
         asked = f"publish tensor {self._current}: {_describe(expected)}"
         do = "make named_weights() yield what weight_specs() lists, in the same order"
         item = next(self._weights, None)
@@ -176,7 +176,7 @@ class Unpacker:
     """
 
     def __init__(self, manifest: Manifest, sink: WeightSink, digest: DigestKind = "xxh3") -> None:
-        self._manifest = manifest
+        self.manifest = manifest
         self._sink = sink
         self._direct = sink if isinstance(sink, DirectSink) else None
         self._next_tensor = 0
@@ -195,7 +195,7 @@ class Unpacker:
         if len(bucket.slices) != 1 or self._direct is None:
             return None
         piece = bucket.slices[0]
-        return self._direct.destination(self._manifest.tensors[piece.tensor], piece.offset, piece.nbytes, device)
+        return self._direct.destination(self.manifest.tensors[piece.tensor], piece.offset, piece.nbytes, device)
 
     def landed(self, bucket: Bucket, place: torch.Tensor) -> None:
         """The bucket is complete in `place`, from `destination`. Raises the sink's errors."""
@@ -203,12 +203,12 @@ class Unpacker:
         piece = bucket.slices[0]
         self._write_empty_tensors(piece.tensor)
         self._digester.add(piece.tensor, piece.offset, place)
-        self._direct.wrote(self._manifest.tensors[piece.tensor], piece.offset, piece.nbytes)
+        self._direct.wrote(self.manifest.tensors[piece.tensor], piece.offset, piece.nbytes)
         self._next_tensor = piece.tensor + 1
 
     def _write(self, piece: TensorSlice, data: torch.Tensor) -> None:
         """Writes one slice; digests it and copies it to a `DirectSink` in one pass."""
-        spec, place = self._manifest.tensors[piece.tensor], None
+        spec, place = self.manifest.tensors[piece.tensor], None
         if self._digester.enabled and self._direct is not None:
             place = self._direct.destination(spec, piece.offset, piece.nbytes, data.device)
         if place is None or self._direct is None:
@@ -220,12 +220,12 @@ class Unpacker:
 
     def finish(self) -> Digest | None:
         """Writes the empty tensors after the last bucket; returns the digest if the manifest asks for it."""
-        self._write_empty_tensors(len(self._manifest.tensors))
+        self._write_empty_tensors(len(self.manifest.tensors))
         return self._digester.result()
 
     def _write_empty_tensors(self, before: int) -> None:
         while self._next_tensor < before:
-            self._sink.write(self._manifest.tensors[self._next_tensor], 0, torch.empty(0, dtype=torch.uint8))
+            self._sink.write(self.manifest.tensors[self._next_tensor], 0, torch.empty(0, dtype=torch.uint8))
             self._next_tensor += 1
 
 

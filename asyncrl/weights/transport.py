@@ -63,6 +63,11 @@ class WeightSender(Protocol):
         """
         ...
 
+    def interrupt(self) -> None:
+        """Makes a send in progress, and every later one until `open`, raise WeightTransferError soon. From any
+        thread."""
+        ...
+
     def close(self) -> None:
         """Frees memory, sockets and files. Idempotent; safe after an error."""
         ...

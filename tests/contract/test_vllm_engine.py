@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 
+from asyncrl.chat.fields import parsed
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import BadRequest, GenerationError
-from asyncrl.serving.protocol import forced_call, parse_chat
+from asyncrl.serving.protocol import ChatRequest, forced_call
 from asyncrl_testing.engine_client import Client, make_request, within
 from asyncrl_testing.random_model import write_random_qwen3
 from tests.engines import SharedEngine, running, vllm_engine
@@ -59,7 +60,7 @@ async def test_a_json_schema_guides_a_response_where_the_tokenizer_is_loaded(tmp
         tree = {"properties": {"left": {"$ref": "#"}, "x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"const": 7}}}
         tools = [{"function": {"name": name, "parameters": tree}} for name in ("a", "b")]
         asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": "required"}
-        forced = json.dumps(forced_call(parse_chat(asked), tools))
+        forced = json.dumps(forced_call(parsed(ChatRequest, asked), tools))
         begun = await Client(engine, make_request(max_tokens=4, json_schema=forced)).done()
         assert bytes(begun.ids).startswith(b"{"), "references of tools lead somewhere"
         for refused in ('{"type": 5}', '{"$ref": "#/nowhere"}', '{"type": "string", "pattern": "["}'):

@@ -4,6 +4,7 @@ import math
 import re
 import time
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import jsonschema
@@ -12,7 +13,7 @@ import openai
 import pytest
 
 from asyncrl.chat import anthropic, responses
-from asyncrl.chat.fields import MAX_DEPTH, ApiError, json_value
+from asyncrl.chat.fields import MAX_DEPTH, ApiError, json_value, parsed
 from asyncrl.chat.reply import call_id
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.call_splitter import CallFormat
@@ -23,11 +24,12 @@ from asyncrl.serving.answer import Question
 from asyncrl.serving.bodies import PING_S, DialectBodies
 from asyncrl.serving.choice import Choice, ChoiceForm, Delta, Finished
 from asyncrl.serving.model_text import ModelText
-from asyncrl.serving.protocol import forced_call, parse_chat, parse_completion
+from asyncrl.serving.protocol import ChatRequest, CompletionRequest, forced_call
 from asyncrl.types import GenerationRequest, SamplingParams
 from tests.serving import byte_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+parse_chat, parse_completion = partial(parsed, ChatRequest), partial(parsed, CompletionRequest)
 
 
 def refused(parse, body):
@@ -155,7 +157,7 @@ def test_a_body_must_be_an_object():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "parsed"),
+    ("prompt", "expected"),
     [
         ("a b", ["a b"]),
         (["a", "b"], ["a", "b"]),
@@ -164,8 +166,8 @@ def test_a_body_must_be_an_object():
         (["a", [3]], ["a", [3]]),
     ],
 )
-def test_the_shapes_of_a_prompt(prompt, parsed):
-    assert parse_completion({"prompt": prompt}).prompt == parsed
+def test_the_shapes_of_a_prompt(prompt, expected):
+    assert parse_completion({"prompt": prompt}).prompt == expected
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], [[]], [""], [1, "a"], [[1], 2], [True], {"a": 1}, [-1]])

@@ -149,6 +149,13 @@ def require_same_model(url: str, model: ModelFacts, architecture: str | None, vo
             raise ConfigError(explain(f"{url} as a replica of {model.name}", found, "serve the model that is trained"))
 
 
+def require_setting(url: str, name: str, here: int, there: int, found: str) -> None:
+    """Raises ConfigError: `rollout.remote.<name>` is `here`, and this server needs `there`."""
+    if here != there:
+        asked = f"{url} with rollout.remote.{name}={here}"
+        raise ConfigError(explain(asked, found, f"set rollout.remote.{name}={there}"))
+
+
 def require_up(error: Refused) -> None:
     """Re-raises the error if the server is not up."""
     if error.status == UNAVAILABLE:

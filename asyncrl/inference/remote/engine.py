@@ -18,7 +18,6 @@ from asyncrl.inference.remote.dialect import NO_FILTERS, UNAVAILABLE, ForeignWei
 from asyncrl.inference.remote.server_client import Call, Refused, ServerClient, Unanswered, Unreachable, read_key
 from asyncrl.inference.remote.support import ask
 from asyncrl.inference.shared.process_engine import ProcessEngine
-from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.stamped_stream import StampedStream, end_output
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TransferSource
 
@@ -89,7 +88,6 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         """Current label of the server's weights; None while it changes."""
         self._client: ServerClient | None = None
         self._dialect: ServerDialect | None = None
-        self._publishes: PublishCalls | None = None
         self._proven = False
         """`ServerDialect.prove` has succeeded; otherwise it is repeated once a publish has arrived."""
         self._receiving = False
@@ -124,8 +122,6 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         self._spawn(self._look(client), "remote-look")
 
     async def _shut_down(self) -> None:
-        if self._publishes is not None:
-            self._publishes.close()
         client, self._client = self._client, None
         if client is None:
             return
@@ -229,11 +225,10 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         await self._set_label(self._labels.of(version))
 
     async def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        assert self._publishes is not None, "the engine was started"
         self._receiving = True
         self._loads += 1
         try:
-            return await self._publishes.receive(manifest, source, timeout_s)
+            return await super()._receive(manifest, source, timeout_s)
         finally:
             self._receiving = False
 

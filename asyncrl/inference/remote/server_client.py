@@ -77,21 +77,32 @@ class ServerClient:
 
     async def get(self, path: str, *, timeout_s: float, params: dict[str, str] | None = None) -> Any:
         """Returns the answer's JSON, or None if it is empty. Raises Unreachable, Unanswered, Refused."""
-        return await self._call("GET", path, timeout_s, params=params)
-
-    async def post(self, path: str, body: Any = None, *, timeout_s: float, params: dict[str, str] | None = None) -> Any:
-        """As `get`."""
-        return await self._call("POST", path, timeout_s, params=params, json=body)
+        return await self.send(Call(path, params=params, method="GET"), timeout_s)
 
     async def send(self, call: Call, timeout_s: float) -> Any:
         """As `get`."""
-        request: dict[str, Any] = {"params": call.params} | ({} if call.method == "GET" else {"json": call.body})
-        return await self._call(call.method, call.path, timeout_s, **request)
+        path = call.path
+        try:
+            # One deadline for the whole call; httpx's timeouts are per operation.
+            async with asyncio.timeout(timeout_s):
+                answer = await self._calls.request(call.method, path, params=call.params, json=call.body, timeout=None)
+        except TimeoutError as error:
+            raise Unanswered(f"{path}: no answer within {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise Unreachable(f"{path}: {type(error).__name__}: {error}") from error
+        if answer.status_code != httpx.codes.OK:
+            raise Refused(path, answer.status_code, answer.text)
+        if not answer.content:
+            return None
+        try:
+            return answer.json()
+        except ValueError:
+            return answer.text
 
     async def call_workers(self, method: str, arguments: Sequence[Any], timeout_s: float, **named: Any) -> list[Any]:
         """Calls a method in each of the server's workers; returns their values. Raises the errors of `get`."""
         body = {"method": method, "args": list(arguments), "kwargs": named}
-        answer = await self.post("/collective_rpc", body, timeout_s=timeout_s)
+        answer = await self.send(Call("/collective_rpc", body), timeout_s)
         return [] if answer is None else answer["results"]
 
     async def lines(self, path: str, body: Any) -> AsyncIterator[str]:
@@ -112,21 +123,3 @@ class ServerClient:
         """Closes all connections; the server ends the requests behind them. Idempotent."""
         await self._calls.aclose()
         await self._streams.aclose()
-
-    async def _call(self, method: str, path: str, timeout_s: float, **request: Any) -> Any:
-        try:
-            # One deadline for the whole call; httpx's timeouts are per operation.
-            async with asyncio.timeout(timeout_s):
-                answer = await self._calls.request(method, path, timeout=None, **request)
-        except TimeoutError as error:
-            raise Unanswered(f"{path}: no answer within {timeout_s:g} s") from error
-        except httpx.HTTPError as error:
-            raise Unreachable(f"{path}: {type(error).__name__}: {error}") from error
-        if answer.status_code != httpx.codes.OK:
-            raise Refused(path, answer.status_code, answer.text)
-        if not answer.content:
-            return None
-        try:
-            return answer.json()
-        except ValueError:
-            return answer.text

@@ -116,5 +116,5 @@ def _reload(directory: str) -> Call:
 async def _logprobs(client: ServerClient, temperature: float, tokens: int) -> list[float]:
     params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
     body = {"input_ids": [0], "sampling_params": params, "return_logprob": True}
-    answer = await client.post(GENERATE, body, timeout_s=ASK_S)
+    answer = await client.send(Call(GENERATE, body), ASK_S)
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.inference.remote.dialect import ASK_S, DOCS, require_key, require_same_model, require_up
+from asyncrl.inference.remote.dialect import ASK_S, DOCS, require_key, require_same_model, require_setting, require_up
 from asyncrl.inference.remote.server_client import Refused, ServerClient
 from asyncrl.inference.sglang.host_process import SPARE_TOKENS
 from asyncrl.json_records import from_plain
@@ -101,15 +101,10 @@ def require_usable(url: str, facts: SglangFacts, remote: RemoteEngineConfig, mod
         found = f"it is SGLang {facts.version}, whose servers take publishes as files only"
         do = "set rollout.remote.weights=reload, weights.transport=disk and weights.encoding=full"
         raise ConfigError(explain(f"{url} with rollout.remote.weights={remote.weights}", found, do))
-    if facts.tensor_parallel_size != remote.tensor_parallel_size:
-        asked = f"{url} with rollout.remote.tensor_parallel_size={remote.tensor_parallel_size}"
-        found = f"the server has --tp-size {facts.tensor_parallel_size}"
-        do = f"set rollout.remote.tensor_parallel_size={facts.tensor_parallel_size}"
-        raise ConfigError(explain(asked, found, do))
-    if remote.data_parallel_size != 1:
-        asked = f"{url} with rollout.remote.data_parallel_size={remote.data_parallel_size}"
-        found = f"it is a server of SGLang with --dp-size {facts.replicas}, and only those with 1 can be replicas"
-        raise ConfigError(explain(asked, found, "set rollout.remote.data_parallel_size=1"))
+    found = f"the server has --tp-size {facts.tensor_parallel_size}"
+    require_setting(url, "tensor_parallel_size", remote.tensor_parallel_size, facts.tensor_parallel_size, found)
+    found = f"it is a server of SGLang with --dp-size {facts.replicas}, and only those with 1 can be replicas"
+    require_setting(url, "data_parallel_size", remote.data_parallel_size, 1, found)
     # Settings that may work, but were never tested.
     for flag, here, needed in (
         ("--dp-size", facts.replicas, 1),

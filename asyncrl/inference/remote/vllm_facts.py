@@ -8,8 +8,8 @@ from typing import Any
 
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.inference.remote.dialect import ASK_S, DOCS, require_key, require_same_model, require_up
-from asyncrl.inference.remote.server_client import Refused, ServerClient
+from asyncrl.inference.remote.dialect import ASK_S, DOCS, require_key, require_same_model, require_setting, require_up
+from asyncrl.inference.remote.server_client import Call, Refused, ServerClient
 from asyncrl.json_records import from_plain
 from asyncrl.types import ModelFacts
 
@@ -67,15 +67,10 @@ def require_usable(url: str, facts: ServerFacts, remote: RemoteEngineConfig, mod
 
 
 def _require_settings(url: str, facts: ServerFacts, remote: RemoteEngineConfig) -> None:
-    if facts.world_size != remote.tensor_parallel_size:
-        asked = f"{url} with rollout.remote.tensor_parallel_size={remote.tensor_parallel_size}"
-        found = f"the server has {facts.world_size} worker(s) in an engine"
-        do = f"set rollout.remote.tensor_parallel_size={facts.world_size}"
-        raise ConfigError(explain(asked, found, do))
-    if facts.data_parallel != remote.data_parallel_size:
-        asked = f"{url} with rollout.remote.data_parallel_size={remote.data_parallel_size}"
-        found = f"the server has {facts.data_parallel} engine(s)"
-        raise ConfigError(explain(asked, found, f"set rollout.remote.data_parallel_size={facts.data_parallel}"))
+    found = f"the server has {facts.world_size} worker(s) in an engine"
+    require_setting(url, "tensor_parallel_size", remote.tensor_parallel_size, facts.world_size, found)
+    found = f"the server has {facts.data_parallel} engine(s)"
+    require_setting(url, "data_parallel_size", remote.data_parallel_size, facts.data_parallel, found)
     if facts.max_model_len < remote.context_tokens:
         asked = f"{url} with rollout.remote.max_model_len={remote.context_tokens}"
         found = f"the server takes {facts.max_model_len} tokens of prompt and response"
@@ -116,7 +111,7 @@ async def _require_routes(client: ServerClient, version: str) -> None:
     await _get(client, "/v1/models", version)
     await _get(client, "/weight_info", version)
     try:  # an existing route refuses an empty request with 400 or 422
-        await client.post("/inference/v1/generate", {}, timeout_s=ASK_S)
+        await client.send(Call("/inference/v1/generate", {}), ASK_S)
     except Refused as error:
         if error.status in (400, 422):
             return

@@ -10,7 +10,6 @@ from typing import Any
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import SglangEngineConfig
-from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.sglang.host_process import HostProcess, engine_arguments, runs_on_cpu
 from asyncrl.inference.sglang.sampling_params import asked
 from asyncrl.inference.sglang.weight_channel import LOADER, PublishOrder, WeightChannel
@@ -19,7 +18,7 @@ from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.stamped_stream import Output, StampedStream
-from asyncrl.types import Digest, GenerationRequest, Manifest, TransferSource
+from asyncrl.types import GenerationRequest, Manifest, TransferSource
 
 # Requests.
 
@@ -55,6 +54,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
 
     package = "SGLang"
     key = "sglang"
+    no_sleep = ("the memory saver is off", "set rollout.sglang.enable_memory_saver, on a GPU")
 
     def __init__(
         self, model: ModelConfig, settings: SglangEngineConfig, *, load_real_weights: bool, seed: int = 0
@@ -69,11 +69,12 @@ class SglangEngine(ProcessEngine[SglangStream]):
             kv_admission=KvAdmission(settings.kv_admission, shares_prompts=not settings.disable_radix_cache),
         )
         self._settings = settings
+        self._sleeps = settings.enable_memory_saver
         self._records = ("experts",) if settings.record_experts else ()
         self._seed = seed
         self._pause_mode = ""
         self._host = HostProcess(self._distribute)
-        self._publishes: _SglangPublishCalls | None = None
+        self._transfer: _SglangPublishCalls | None = None
         self._facts: dict[str, Any] = {}
         self._by_rid: dict[str, SglangStream] = {}
 
@@ -82,8 +83,8 @@ class SglangEngine(ProcessEngine[SglangStream]):
     async def sleep(self, level: int = 1) -> None:
         """As `SleepingEngine.sleep`."""
         self._require_sleep(f"sleep(level={level})")
-        if level > 1 and self._publishes is not None:
-            self._publishes.forget()
+        if level > 1 and self._transfer is not None:
+            self._transfer.forget()
             self._forget_version()
         await self._ask(self._host.call("sleep", ["kv_cache", "weights"]))
 
@@ -110,11 +111,9 @@ class SglangEngine(ProcessEngine[SglangStream]):
         self._pause_mode = "in_place" if arguments["disable_overlap_schedule"] else "retract"
         self._facts = await self._host.start(arguments, on_cpu=on_cpu)
         channel = WeightChannel(self._host.directory, self._settings.tensor_parallel_size)
-        self._publishes = _SglangPublishCalls(self._host, channel, self._model)
+        self._publishes = self._transfer = _SglangPublishCalls(self._host, channel, self._model)
 
     async def _shut_down(self) -> None:
-        if self._publishes is not None:
-            self._publishes.close()
         await self._host.stop(_STOP_S)
 
     def _death(self) -> str | None:
@@ -175,18 +174,6 @@ class SglangEngine(ProcessEngine[SglangStream]):
             for stream in self._queue.running:
                 stream.hold()
         await self._host.call("announce", str(version))
-
-    async def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        assert self._publishes is not None, "the engine was started"
-        return await self._publishes.receive(manifest, source, timeout_s)
-
-    def _require_sleep(self, asked: str) -> None:
-        self._require_alive()
-        if not self._settings.enable_memory_saver:
-            do = "set rollout.sglang.enable_memory_saver, on a GPU"
-            raise GenerationError(explain(asked, "the memory saver is off", do))
-        if not self._paused or self._queue.running:
-            raise GenerationError(explain(asked, "the engine is not paused and empty", "await pause('abort') first"))
 
 
 class _SglangPublishCalls(PublishCalls):

@@ -14,6 +14,7 @@ from asyncrl.errors import BadRequest, ConfigError, GenerationError, WeightTrans
 from asyncrl.inference.shared.engine_queue import EngineQueue
 from asyncrl.inference.shared.kv_admission import KvAdmission
 from asyncrl.inference.shared.kv_room import KvCapacity
+from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import RequestStream, empty_chunk
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, PauseMode, TokenChunk, TransferSource
@@ -40,6 +41,10 @@ class ProcessEngine(ABC, Generic[S]):
     """The engine's name in messages."""
     key: ClassVar[str]
     """The engine's name in a recipe."""
+    no_sleep: ClassVar[tuple[str, str]] = ("", "")
+    """(found, do) of the error if the engine has a sleep mode that is off."""
+    _sleeps = False
+    """The engine's sleep mode is on."""
     _guided = False
     """The engine has guided decoding."""
     _scores: ClassVar[bool] = False
@@ -85,6 +90,8 @@ class ProcessEngine(ABC, Generic[S]):
         up."""
         self._closings = 0
         self._version: int | None = None
+        self._publishes: PublishCalls | None = None
+        """Set by `_launch`."""
         self._salt = 0
         """Counts weight changes. The KV cache of a prompt is shared only by requests with the same salt."""
         self._generated = 0
@@ -137,9 +144,10 @@ class ProcessEngine(ABC, Generic[S]):
     async def _announce(self, version: int) -> None:
         """Tells the processes the version of tokens sampled from now on."""
 
-    @abstractmethod
     async def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         """As `InferenceEngine.load_weights`."""
+        assert self._publishes is not None, "the engine was started"
+        return await self._publishes.receive(manifest, source, timeout_s)
 
     # -- the protocol --------------------------------------------------------------------------------------------
 
@@ -251,6 +259,8 @@ class ProcessEngine(ABC, Generic[S]):
 
     async def stop(self) -> None:
         self._end("the engine was stopped")
+        if self._publishes is not None:
+            self._publishes.close()
         await self._shut_down()
 
     # -- for a subclass ------------------------------------------------------------------------------------------
@@ -261,6 +271,14 @@ class ProcessEngine(ABC, Generic[S]):
         if not self._paused:
             raise WeightTransferError(explain(asked, "the engine is sampling", "await pause(...) before a publish"))
         self._salt += 1  # also without a new version: no prompt may use the KV cache of other weights
+
+    def _require_sleep(self, asked: str) -> None:
+        """Raises GenerationError: the engine cannot sleep or wake up now."""
+        self._require_alive()
+        if not self._sleeps:
+            raise GenerationError(explain(asked, *self.no_sleep))
+        if not self._paused or self._queue.running:
+            raise GenerationError(explain(asked, "the engine is not paused and empty", "await pause('abort') first"))
 
     async def _publish(self, asked: str, calls: Awaitable[T]) -> T:
         """Awaits the calls of a publish. Raises WeightTransferError: the engine died first."""

@@ -20,13 +20,14 @@ stays bounded."""
 
 
 class Feed:
-    """A bounded buffer for `num_tensors` tensors; an error on one side ends both.
+    """A bounded buffer for `num_tensors` tensors; an error on one side ends both. Created by the loader, whose CUDA stream
+    on `device` then waits for the receiver's.
 
     The receiver's last `offer` returns only after the loader has loaded all tensors, so that the sender sees every
     loader error.
     """
 
-    def __init__(self, num_tensors: int, timeout_s: float) -> None:
+    def __init__(self, num_tensors: int, timeout_s: float, device: torch.device = _CPU) -> None:
         self._left = num_tensors
         self._deadline = time.monotonic() + timeout_s
         self._changed = Condition()
@@ -34,9 +35,14 @@ class Feed:
         self._nbytes = 0
         self._error: BaseException | None = None
         self._loaded = False
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def offer(self, name: str, tensor: torch.Tensor) -> None:
-        """Called by the receiver. Raises the loader's error, DeadlineExceeded."""
+        """Called by the receiver; the loader's work on the tensor is ordered after the work on the current stream.
+        Raises the loader's error, DeadlineExceeded."""
+        if self._stream is not None and tensor.device.type == "cuda":
+            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            tensor.record_stream(self._stream)  # else its memory could be reused while the loader still reads
         with self._changed:
             self._wait(lambda: self._nbytes < AHEAD_BYTES, f"the engine to load the tensors before {name}")
             self._items.append((name, tensor))
@@ -78,22 +84,6 @@ class Feed:
             )
         if self._error is not None:
             raise self._error
-
-
-class StreamFeed(Feed):
-    """A `Feed` that also synchronizes the receiver's CUDA stream with the loader's."""
-
-    def __init__(self, num_tensors: int, timeout_s: float, device: torch.device) -> None:
-        """Called by the loader."""
-        super().__init__(num_tensors, timeout_s)
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    def offer(self, name: str, tensor: torch.Tensor) -> None:
-        """Like `Feed.offer`; the loader's work on the tensor is ordered after the work on the current stream."""
-        if self._stream is not None and tensor.device.type == "cuda":
-            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            tensor.record_stream(self._stream)  # else its memory could be reused while the loader still reads
-        super().offer(name, tensor)
 
 
 def completed(

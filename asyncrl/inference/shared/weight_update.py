@@ -18,7 +18,7 @@ import torch
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, WeightTransferError, explain
 from asyncrl.inference.shared.staged_weights import Staging
-from asyncrl.inference.shared.tensor_feed import CheckedSink, Feed, StreamFeed, completed
+from asyncrl.inference.shared.tensor_feed import CheckedSink, Feed, completed
 from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
 from asyncrl.weights.encodings.decoder import Decoder, Plan
 from asyncrl.weights.transport import WeightReceiver, WeightSink
@@ -214,7 +214,7 @@ class WorkerUpdate:
         names = None if plan.whole else plan.names
         self._loader.start(names)
         # One second longer: the receiver's own deadline error says more.
-        feed = StreamFeed(len(plan.names), timeout_s + 1.0, self._device)
+        feed = Feed(len(plan.names), timeout_s + 1.0, self._device)
         received = self._executor.submit(self._fill, feed, manifest, plan, timeout_s)
         together = self._loader.computes_together and manifest.encoding == "full"
         try:

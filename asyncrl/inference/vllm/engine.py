@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.errors import BadRequest, GenerationError, explain
+from asyncrl.errors import BadRequest, explain
 from asyncrl.inference.shared.kv_admission import KvAdmission
 from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.process_engine import ProcessEngine
@@ -34,6 +34,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
 
     package = "vLLM"
     key = "vllm"
+    no_sleep = ("sleep mode is off", "set rollout.vllm.enable_sleep_mode, on a GPU")
     _scores = True
 
     def __init__(
@@ -49,6 +50,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
             kv_admission=KvAdmission(settings.kv_admission, shares_prompts=settings.enable_prefix_caching),
         )
         self._settings = settings
+        self._sleeps = settings.enable_sleep_mode
         self._guided = settings.structured_outputs
         self._max_top = settings.max_logprobs
         self._records = ("experts",) if settings.record_experts else ()
@@ -75,7 +77,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
 
     async def sleep(self, level: int = 1) -> None:
         """As `SleepingEngine.sleep`."""
-        self._require_sleep_mode(f"sleep(level={level})")
+        self._require_sleep(f"sleep(level={level})")
         if level > 1:
             await self._ask(self._llm.collective_rpc("asyncrl_forget"))
             self._forget_version()
@@ -83,7 +85,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """As `SleepingEngine.wake_up`."""
-        self._require_sleep_mode("wake_up()")
+        self._require_sleep("wake_up()")
         await self._ask(self._llm.wake_up(tags))
         await self._ask(self._freeze_inside())  # vLLM resumes sampling when it wakes
 
@@ -98,15 +100,13 @@ class VllmEngine(ProcessEngine[VllmStream]):
     async def _launch(self) -> None:
         self._launcher.start()
         self._llm = await asyncio.shield(asyncio.wrap_future(self._launcher.started))
-        self._transfer = VllmPublishCalls(self._llm)
+        self._publishes = self._transfer = VllmPublishCalls(self._llm)
         self._expert_layers = expert_layers_of(self._llm.model_config.hf_text_config.to_dict())
 
     async def _shut_down(self) -> None:
-        if self._transfer is not None:
-            self._transfer.close()
         if not await asyncio.to_thread(self._launcher.stop, _STOP_S):
             logger.error("vLLM did not shut down within %g s and is left behind", _STOP_S)
-        self._llm = self._transfer = None
+        self._llm = None
 
     def _death(self) -> str | None:
         return death_of(self._llm)
@@ -176,14 +176,3 @@ class VllmEngine(ProcessEngine[VllmStream]):
 
     async def _announce(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))
-
-    async def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        assert self._transfer is not None, "the engine was started"
-        return await self._transfer.receive(manifest, source, timeout_s)
-
-    def _require_sleep_mode(self, asked: str) -> None:
-        self._require_alive()
-        if not self._settings.enable_sleep_mode:
-            raise GenerationError(explain(asked, "sleep mode is off", "set rollout.vllm.enable_sleep_mode, on a GPU"))
-        if not self._paused or self._queue.running:
-            raise GenerationError(explain(asked, "the engine is not paused and empty", "await pause('abort') first"))

@@ -11,6 +11,7 @@ import torch
 
 from asyncrl.errors import ConfigError, WeightTransferError, explain
 from asyncrl.types import Digest, DigestKind, Manifest, TransferSource
+from asyncrl.weights.packing import Packer, Unpacker
 from asyncrl.weights.plan import check_fits
 from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
@@ -21,12 +22,13 @@ S = TypeVar("S", bound=TransferSource)
 class ChannelSender:
     """The common part of a `WeightSender`. One thread at a time, except for `interrupt`."""
 
-    def __init__(self, what: str, bucket_bytes: int, num_receivers: int) -> None:
+    def __init__(self, what: str, bucket_bytes: int, num_receivers: int, digest: DigestKind) -> None:
         """`what`: the transfer, in the message of an error."""
         if num_receivers < 1:
             raise ConfigError(explain(what, f"{num_receivers} receivers", "use at least 1"))
         self._bucket_bytes = bucket_bytes
         self._num_receivers = num_receivers
+        self._digest: DigestKind = digest
         self._channel: SenderChannel | None = None
 
     def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
@@ -35,8 +37,9 @@ class ChannelSender:
         check_fits(manifest, self._bucket_bytes)
         channel, deadline = self._channel, Deadline(timeout_s)
         try:
-            values = channel.gather(manifest, deadline)
-            digest = self._send(channel, values, manifest, weights, deadline)
+            packer = Packer(manifest, weights, self._digest)
+            self._send(channel, channel.gather(manifest, deadline), packer, deadline)
+            digest = packer.finish()
             channel.finish()
         except BaseException as error:
             channel.abort(f"{type(error).__name__}: {error}")
@@ -45,7 +48,7 @@ class ChannelSender:
         return digest
 
     def interrupt(self) -> None:
-        """As `Interruptible.interrupt`."""
+        """As `WeightSender.interrupt`."""
         if (channel := self._channel) is not None:
             channel.interrupt()
 
@@ -54,7 +57,7 @@ class ChannelSender:
             self._channel.close()
             self._channel = None
 
-    def _listen(self, endpoint: str, source: Callable[..., S], digest: DigestKind, **own: Any) -> S:
+    def _listen(self, endpoint: str, source: Callable[..., S], **own: Any) -> S:
         """Opens the control channel; returns the source for receivers. `own`: the transport's fields of `source`."""
         self._channel = SenderChannel(endpoint, self._num_receivers)
         return source(
@@ -63,19 +66,13 @@ class ChannelSender:
             num_receivers=self._num_receivers,
             epoch=secrets.randbits(63),
             key=self._channel.key,
-            digest=digest,
+            digest=self._digest,
             **own,
         )
 
-    def _send(
-        self,
-        channel: SenderChannel,
-        values: tuple[int, ...],
-        manifest: Manifest,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        deadline: Deadline,
-    ) -> Digest | None:
-        """From BEGIN until every receiver has acknowledged the whole publish. `values`: of their READY messages."""
+    def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
+        """From BEGIN until every receiver has acknowledged the whole publish, packed by `packer`. `values`: of their
+        READY messages."""
         raise NotImplementedError
 
     def _abandon(self) -> None:
@@ -96,7 +93,10 @@ class ChannelReceiver(Generic[S]):
         channel, deadline = self._channel, Deadline(timeout_s)
         try:
             check_fits(manifest, self._source.bucket_bytes)
-            digest = self._receive(channel, manifest, sink, deadline)
+            unpacker = Unpacker(manifest, sink, self._source.digest)
+            num_buckets = self._receive(channel, unpacker, deadline)
+            digest = unpacker.finish()
+            channel.ack(num_buckets)
             channel.expect(Kind.DONE, 0, deadline, f"end publish {manifest.publish_id}")
         except BaseException as error:
             channel.fail(error)
@@ -114,10 +114,8 @@ class ChannelReceiver(Generic[S]):
         """Makes what a connected receiver keeps, before it connects."""
         raise NotImplementedError
 
-    def _receive(
-        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, deadline: Deadline
-    ) -> Digest | None:
-        """From READY until the whole publish is in `sink` and acknowledged."""
+    def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
+        """From READY until `unpacker` has all buckets of the publish; returns their number."""
         raise NotImplementedError
 
     def _abandon(self) -> None:

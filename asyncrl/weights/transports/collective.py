@@ -12,17 +12,16 @@ the receiver that is missing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError, explain
-from asyncrl.types import Bucket, CollectiveSource, Digest, Manifest
+from asyncrl.types import Bucket, CollectiveSource, Manifest
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker, separate
-from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.process_group import BroadcastFailed, BroadcastGroup, host_store, join_store
@@ -43,7 +42,7 @@ class CollectiveSender(ChannelSender):
         """`device`: where buckets are packed; cpu broadcasts over gloo, cuda over NCCL. `host`: an address of this
         machine that receivers reach."""
         self._device = _checked(device)
-        super().__init__("a collective transfer", bucket_bytes, num_receivers)
+        super().__init__("a collective transfer", bucket_bytes, num_receivers, digest_for(self._device))
         self._host = host
         self._generation = 0
         self._store: dist.TCPStore | None = None
@@ -54,8 +53,8 @@ class CollectiveSender(ChannelSender):
         self.close()
         self._store = host_store(self._host)
         self._buffers = _buffers(self._bucket_bytes, self._device)
-        store, digest = f"{self._host}:{self._store.port}", digest_for(self._device)
-        return self._listen(f"tcp://{self._host}:*", CollectiveSource, digest, store=store)
+        store = f"{self._host}:{self._store.port}"
+        return self._listen(f"tcp://{self._host}:*", CollectiveSource, store=store)
 
     def close(self) -> None:
         self._abandon()
@@ -63,16 +62,8 @@ class CollectiveSender(ChannelSender):
         self._store = None
         self._buffers = ()
 
-    def _send(
-        self,
-        channel: SenderChannel,
-        values: tuple[int, ...],
-        manifest: Manifest,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        deadline: Deadline,
-    ) -> Digest | None:
-        packer = Packer(manifest, weights, digest_for(self._device))
-        buckets = broadcasts(manifest, self._bucket_bytes, self._device)
+    def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
+        buckets = broadcasts(packer.manifest, self._bucket_bytes, self._device)
         group = self._begin(channel, values, deadline)
         in_place = False
         for bucket in buckets:
@@ -87,12 +78,10 @@ class CollectiveSender(ChannelSender):
                 data = self._buffers[bucket.index % _UNDER_WAY][: bucket.nbytes]
                 packer.pack(bucket, data)
             group.start(data, deadline)
-        digest = packer.finish()
         # All buckets are started; acknowledgements come only after the last broadcast has landed.
         while group.under_way:
             self._wait_sent(channel, group, deadline)
         channel.wait_acked(len(buckets), deadline)
-        return digest
 
     def _begin(self, channel: SenderChannel, generations: tuple[int, ...], deadline: Deadline) -> BroadcastGroup:
         """The group of all receivers, reused only if every receiver still has the last one."""
@@ -128,18 +117,15 @@ class CollectiveReceiver(ChannelReceiver[CollectiveSource]):
         self._group: BroadcastGroup | None = None
         self._buffers: tuple[torch.Tensor, ...] = ()
 
-    def _receive(
-        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, deadline: Deadline
-    ) -> Digest | None:
-        unpacker = Unpacker(manifest, sink, self._source.digest)
-        buckets = broadcasts(manifest, self._source.bucket_bytes, self._device)
+    def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
+        buckets = broadcasts(unpacker.manifest, self._source.bucket_bytes, self._device)
         places: deque[torch.Tensor | None] = deque()
 
         def start(bucket: Bucket) -> None:
             places.append(unpacker.destination(bucket, self._buffers[0].device))
             group.start(self._buffer(bucket) if places[-1] is None else places[-1], deadline)
 
-        group = self._join(channel, manifest, deadline)
+        group = self._join(channel, unpacker.manifest, deadline)
         # Broadcasts match by order: post the first two, then one per bucket that is done.
         for bucket in buckets[:_UNDER_WAY]:
             start(bucket)
@@ -154,9 +140,7 @@ class CollectiveReceiver(ChannelReceiver[CollectiveSource]):
             # The buffer is free again: post the bucket that reuses it.
             if bucket.index + _UNDER_WAY < len(buckets):
                 start(buckets[bucket.index + _UNDER_WAY])
-        digest = unpacker.finish()
-        channel.ack(len(buckets))
-        return digest
+        return len(buckets)
 
     def close(self) -> None:
         self._abandon()

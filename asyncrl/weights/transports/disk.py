@@ -12,17 +12,15 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
 import torch
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
-from asyncrl.types import Digest, DiskSource, Manifest
+from asyncrl.types import DiskSource, Manifest
 from asyncrl.weights.lock_files import create_locked, publish_lock, remove_stale_publishes
 from asyncrl.weights.packing import Packer, Unpacker
-from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.shards import ShardReader, ShardWriter, plan_shards, sync_directory, writing
@@ -104,7 +102,7 @@ class DiskSender(ChannelSender):
             directory: where publishes are written, at the same path for all receivers; "": the temporary directory, for
                 receivers on this machine only.
         """
-        super().__init__("a transfer over disk", bucket_bytes, num_receivers)
+        super().__init__("a transfer over disk", bucket_bytes, num_receivers, _DIGEST)
         self._host = host
         self._root = Path(directory or tempfile.gettempdir()).absolute()
         self._directory: PublishDirectory | None = None
@@ -116,7 +114,7 @@ class DiskSender(ChannelSender):
         try:
             self._directory = PublishDirectory(self._root)
             self._buffer = torch.empty(self._bucket_bytes, dtype=torch.uint8)
-            return self._listen(f"tcp://{self._host}:*", DiskSource, _DIGEST, directory=str(self._directory.path))
+            return self._listen(f"tcp://{self._host}:*", DiskSource, directory=str(self._directory.path))
         except BaseException:
             self.close()
             raise
@@ -128,20 +126,13 @@ class DiskSender(ChannelSender):
             self._directory = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def _send(
-        self,
-        channel: SenderChannel,
-        values: tuple[int, ...],
-        manifest: Manifest,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        deadline: Deadline,
-    ) -> Digest | None:
+    def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
         """The receivers hear of the buckets once the publish is complete under its final name; removes it on an
         error."""
         directory = self._directory
         assert directory is not None, "it is open"
         channel.tell(Kind.BEGIN)
-        packer, writer = Packer(manifest, weights, _DIGEST), None
+        manifest, writer = packer.manifest, None
         try:
             path = directory.begin(manifest.publish_id)
             writer = ShardWriter(path, plan_shards(manifest.tensors))
@@ -157,7 +148,7 @@ class DiskSender(ChannelSender):
                     end = piece.bucket_offset + piece.nbytes
                     writer.write(piece.tensor, piece.offset, self._buffer[piece.bucket_offset : end])
             # All files are synced before the rename: a publish under its final name is always whole.
-            digest = packer.finish()
+            packer.finish()
             writer.finish()
             directory.complete(manifest.publish_id)
         finally:
@@ -166,7 +157,6 @@ class DiskSender(ChannelSender):
             directory.discard(manifest.publish_id)
         channel.tell(Kind.BUCKET, len(manifest.buckets) - 1)
         channel.wait_acked(len(manifest.buckets), deadline)
-        return digest
 
 
 class DiskReceiver(ChannelReceiver[DiskSource]):
@@ -183,17 +173,26 @@ class DiskReceiver(ChannelReceiver[DiskSource]):
     def _attach(self) -> None:
         self._buffer = torch.empty(self._source.bucket_bytes, dtype=torch.uint8)
 
-    def _receive(
-        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, deadline: Deadline
-    ) -> Digest | None:
+    def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
+        manifest = unpacker.manifest
         channel.join(manifest)
         channel.expect(Kind.BEGIN, 0, deadline, f"begin publish {manifest.publish_id}")
         with closing(ShardReader(self._directory(manifest), plan_shards(manifest.tensors))) as reader:
             what = f"see publish {manifest.publish_id} on disk"
             channel.expect(Kind.BUCKET, len(manifest.buckets) - 1, deadline, what)
-            digest = self._read(channel, manifest, sink, reader, deadline)
-            channel.ack(len(manifest.buckets))
-        return digest
+            for bucket in manifest.buckets:
+                what = f"read bucket {bucket.index} of {len(manifest.buckets)}"
+                channel.check(what)
+                if not deadline.remaining_s():
+                    asked = f"receiver {self._source.receiver} to {what} within {deadline.timeout_s:.1f} s"
+                    found, do = "its disk or its sink is slow", "raise weights.transfer_timeout_s"
+                    raise DeadlineExceeded(explain(asked, found, do))
+                for piece in bucket.slices:
+                    end = piece.bucket_offset + piece.nbytes
+                    reader.read(piece.tensor, piece.offset, self._buffer[piece.bucket_offset : end])
+                unpacker.unpack(bucket, self._buffer)
+                channel.ack(bucket.index)
+        return len(manifest.buckets)
 
     def _directory(self, manifest: Manifest) -> Path:
         """Path of the publish, before it exists. Raises WeightTransferError: the sender's directory is not visible
@@ -204,21 +203,3 @@ class DiskReceiver(ChannelReceiver[DiskSource]):
             found = f"no such directory on {socket.gethostname()}"
             raise WeightTransferError(explain(f"read weights from {directory}", found, do))
         return directory / f"publish-{manifest.publish_id}"
-
-    def _read(
-        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, reader: ShardReader, deadline: Deadline
-    ) -> Digest | None:
-        unpacker = Unpacker(manifest, sink, self._source.digest)
-        for bucket in manifest.buckets:
-            what = f"read bucket {bucket.index} of {len(manifest.buckets)}"
-            channel.check(what)
-            if not deadline.remaining_s():
-                asked = f"receiver {self._source.receiver} to {what} within {deadline.timeout_s:.1f} s"
-                found, do = "its disk or its sink is slow", "raise weights.transfer_timeout_s"
-                raise DeadlineExceeded(explain(asked, found, do))
-            for piece in bucket.slices:
-                end = piece.bucket_offset + piece.nbytes
-                reader.read(piece.tensor, piece.offset, self._buffer[piece.bucket_offset : end])
-            unpacker.unpack(bucket, self._buffer)
-            channel.ack(bucket.index)
-        return unpacker.finish()

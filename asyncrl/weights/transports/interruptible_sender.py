@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -15,15 +14,6 @@ from asyncrl.weights.transports.control_channel import Deadline
 
 _CLOSE_MARGIN_S = 10.0
 """Longest time that a send takes to end after its deadline."""
-
-
-@runtime_checkable
-class Interruptible(Protocol):
-    """A sender whose waits can be ended before their deadline."""
-
-    def interrupt(self) -> None:
-        """Makes a send in progress raise WeightTransferError soon. From any thread."""
-        ...
 
 
 class InterruptibleSender:
@@ -64,15 +54,17 @@ class InterruptibleSender:
                 self._sender.close()
             self._turn.release()
 
+    def interrupt(self) -> None:
+        self._closing.set()
+        self._sender.interrupt()
+
     def close(self) -> None:
         """As `WeightSender.close`. Called during this thread's own send (by a signal handler, say), it returns
         immediately, and the send closes when it ends.
 
         Raises DeadlineExceeded: a send in progress did not end; its memory is freed when it does.
         """
-        self._closing.set()
-        if isinstance(self._sender, Interruptible):
-            self._sender.interrupt()
+        self.interrupt()
         if self._thread == threading.get_ident():
             return
         # The lock is free once the send has returned; only then may its buffers be freed.

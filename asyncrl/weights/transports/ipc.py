@@ -15,25 +15,24 @@ import logging
 import os
 import platform
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from asyncrl.errors import ConfigError, TransferEnded, WeightTransferError, explain
-from asyncrl.types import Digest, IpcSource, Manifest
+from asyncrl.types import IpcSource, Manifest
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker
-from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.media import (
+    CudaMapping,
     CudaMedium,
     HostMapping,
     Mapping,
     Medium,
     OpenMedium,
     Stage,
-    open_device_memory,
 )
 from asyncrl.weights.transports.shared_segment import SharedSegment, attach
 
@@ -68,11 +67,11 @@ class IpcSender(ChannelSender):
             make_medium: allocates device memory of the given size; default: on `device`, if it is a GPU.
             make_stage: makes the copier from device memory to shared memory.
         """
-        super().__init__("an ipc transfer", bucket_bytes, num_receivers)
+        self._device = torch.device(device)
+        super().__init__("an ipc transfer", bucket_bytes, num_receivers, digest_for(self._device))
         if num_slots < 1:
             raise ConfigError(explain("an ipc transfer", f"{num_slots} slots", "use at least 1"))
         self._ring_bytes = _slot_bytes(bucket_bytes) * num_slots
-        self._device = torch.device(device)
         self._make_medium = make_medium
         if make_medium is None and self._device.type == "cuda":
             self._make_medium = lambda nbytes: CudaMedium.take(nbytes, self._device)
@@ -92,7 +91,6 @@ class IpcSender(ChannelSender):
             source = self._listen(
                 f"ipc://{self._segment.socket_path}",
                 IpcSource,
-                digest_for(self._device),
                 path=str(self._segment.path),
                 host=platform.node(),
                 device_memory="" if self._medium is None else self._medium.describe(),
@@ -115,32 +113,23 @@ class IpcSender(ChannelSender):
             self._segment.close()
             self._segment = None
 
-    def _send(
-        self,
-        channel: SenderChannel,
-        values: tuple[int, ...],
-        manifest: Manifest,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        deadline: Deadline,
-    ) -> Digest | None:
+    def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
         assert self._segment is not None, "it is open"
-        packer = Packer(manifest, weights, digest_for(self._device))
+        buckets = packer.manifest.buckets
         kind, medium = self._choose(values, channel.notes, self._segment)
         stage = self._stage if kind == _SHARED else None
         slots = _slots(medium.data[: self._ring_bytes], self._bucket_bytes)
         channel.tell(Kind.BEGIN, kind)
-        if stage is not None and manifest.buckets and packer.device_of(manifest.buckets[0]) == stage.place.device:
-            _send_staged(manifest, packer, stage, slots, channel, deadline)
+        if stage is not None and buckets and packer.device_of(buckets[0]) == stage.place.device:
+            _send_staged(packer, stage, slots, channel, deadline)
         else:
             # A slot is free once every receiver has acknowledged its previous bucket.
-            for bucket in manifest.buckets:
+            for bucket in buckets:
                 channel.wait_acked(bucket.index - len(slots), deadline)
                 packer.pack(bucket, slots[bucket.index % len(slots)])
                 medium.synchronize()
                 channel.tell(Kind.BUCKET, bucket.index)
-        digest = packer.finish()
-        channel.wait_acked(len(manifest.buckets), deadline)
-        return digest
+        channel.wait_acked(len(buckets), deadline)
 
     def _make_ring(self, segment: SharedSegment) -> bytes:
         """Makes the ring in device memory and returns its proof; without device memory, makes it in shared memory and
@@ -187,7 +176,7 @@ class IpcReceiver(ChannelReceiver[IpcSource]):
         source: IpcSource,
         *,
         device: str | torch.device = "cpu",
-        open_medium: OpenMedium = open_device_memory,
+        open_medium: OpenMedium = CudaMapping,
     ) -> None:
         """`device`: where the sink's tensors live. `open_medium`: maps the device memory that a sender offers."""
         super().__init__(source)
@@ -197,10 +186,8 @@ class IpcReceiver(ChannelReceiver[IpcSource]):
         self._mapped: Mapping | None = None
         self._note = ""
 
-    def _receive(
-        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, deadline: Deadline
-    ) -> Digest | None:
-        unpacker = Unpacker(manifest, sink, self._source.digest)
+    def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
+        manifest = unpacker.manifest
         channel.join(manifest, _SHARED if self._mapped is None else _DEVICE, self._note)
         begin = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}")
         medium = self._medium(begin.value)
@@ -220,9 +207,7 @@ class IpcReceiver(ChannelReceiver[IpcSource]):
             if own is not slot:
                 unpacker.unpack(bucket, own)
             del own
-        digest = unpacker.finish()
-        channel.ack(len(manifest.buckets))
-        return digest
+        return len(manifest.buckets)
 
     def close(self) -> None:
         super().close()
@@ -274,17 +259,12 @@ class IpcReceiver(ChannelReceiver[IpcSource]):
 
 
 def _send_staged(
-    manifest: Manifest,
-    packer: Packer,
-    stage: Stage,
-    slots: Sequence[torch.Tensor],
-    channel: SenderChannel,
-    deadline: Deadline,
+    packer: Packer, stage: Stage, slots: Sequence[torch.Tensor], channel: SenderChannel, deadline: Deadline
 ) -> None:
     """Copies each bucket to shared memory while the next is gathered and packed."""
-    last = len(manifest.buckets) - 1
+    buckets = packer.manifest.buckets
     try:
-        for bucket in manifest.buckets:
+        for bucket in buckets:
             packer.pack(bucket, stage.place)
             if bucket.index:
                 stage.wait()
@@ -293,7 +273,7 @@ def _send_staged(
             stage.begin(slots[bucket.index % len(slots)][: bucket.nbytes])
     finally:
         stage.wait()  # also on errors: no copy may write into the next publish's ring
-    channel.tell(Kind.BUCKET, last)
+    channel.tell(Kind.BUCKET, len(buckets) - 1)
 
 
 def _slot_bytes(bucket_bytes: int) -> int:

@@ -7,7 +7,7 @@ own GPU may not reach the sender's. The ring (`ipc.py`) uses shared memory unles
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -46,13 +46,9 @@ class Medium(Mapping, Protocol):
         ...
 
 
-class OpenMedium(Protocol):
-    def __call__(self, description: str, device: torch.device) -> Mapping:
-        """Maps the memory of a `Medium.describe`, for a receiver whose tensors live on `device`.
-
-        Raises WeightTransferError: this process cannot; the message says why.
-        """
-        ...
+OpenMedium = Callable[[str, torch.device], Mapping]
+"""Maps the memory of a `Medium.describe`, for a receiver whose tensors live on the device. Raises WeightTransferError:
+this process cannot; the message says why."""
 
 
 class HostMapping:
@@ -175,11 +171,6 @@ class CudaMapping:
 
     def close(self) -> None:
         self.data = torch.empty(0, dtype=torch.uint8)
-
-
-def open_device_memory(description: str, device: torch.device) -> Mapping:
-    """As `OpenMedium`, for the memory of GPUs."""
-    return CudaMapping(description, device)
 
 
 def encode_export(uuid: str, fields: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
@@ -21,10 +21,9 @@ import numpy as np
 import torch
 
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
-from asyncrl.types import Bucket, Digest, DiskSource, Manifest
+from asyncrl.types import Bucket, DiskSource
 from asyncrl.weights.object_store import REACHABLE, ObjectStore, in_thread
 from asyncrl.weights.packing import Packer, Unpacker
-from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 
@@ -48,7 +47,7 @@ class ObjectSender(ChannelSender):
             host: an address of this machine that receivers reach.
             url: where the objects are put.
         """
-        super().__init__("a transfer over disk", bucket_bytes, num_receivers)
+        super().__init__("a transfer over disk", bucket_bytes, num_receivers, _DIGEST)
         self._host, self._url = host, url.rstrip("/")
         self._store: ObjectStore | None = None
         self._name = ""
@@ -62,7 +61,7 @@ class ObjectSender(ChannelSender):
         self._store = ObjectStore(self._url)
         self._name = f"asyncrl-weights-{os.getpid()}-{secrets.token_hex(8)}"
         self._buffer = torch.empty(self._bucket_bytes, dtype=torch.uint8)
-        return self._listen(f"tcp://{self._host}:*", DiskSource, _DIGEST, directory=f"{self._url}/{self._name}")
+        return self._listen(f"tcp://{self._host}:*", DiskSource, directory=f"{self._url}/{self._name}")
 
     def close(self) -> None:
         super().close()
@@ -72,44 +71,35 @@ class ObjectSender(ChannelSender):
             self._store, self._cleaning = None, []
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def _send(
-        self,
-        channel: SenderChannel,
-        values: tuple[int, ...],
-        manifest: Manifest,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        deadline: Deadline,
-    ) -> Digest | None:
+    def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
         store = self._store
         assert store is not None, "it is open"
         self._attempts += 1
         # An attempt has its own prefix, so late uploads of a failed one cannot mix with the next.
         place = f"{self._name}/{self._attempts}"
-        packer, uploads = Packer(manifest, weights, _DIGEST), deque[Future[None]]()
+        uploads = deque[Future[None]]()
         try:
             channel.tell(Kind.BEGIN, self._attempts)
-            digest = self._upload(channel, manifest, packer, partial(_put, store, place), uploads, deadline)
-            channel.wait_acked(len(manifest.buckets), deadline)
+            self._upload(channel, packer, partial(_put, store, place), uploads, deadline)
+            channel.wait_acked(len(packer.manifest.buckets), deadline)
         finally:
             self._cleaning = [cleaning for cleaning in self._cleaning if not cleaning.done()]
             self._cleaning.append(in_thread(partial(_clean_up, store, place, tuple(uploads))))
-        return digest
 
     def _upload(
         self,
         channel: SenderChannel,
-        manifest: Manifest,
         packer: Packer,
         put: Callable[[int, bytes], None],
         uploads: deque[Future[None]],
         deadline: Deadline,
-    ) -> Digest | None:
+    ) -> None:
         """Returns once all buckets are in the store and announced to the receivers. `uploads`: in progress."""
-        told = 0
+        buckets, told = packer.manifest.buckets, 0
 
         def tell_next() -> None:
             nonlocal told
-            asked = f"put bucket {told} of {len(manifest.buckets)} below {self._url}"
+            asked = f"put bucket {told} of {len(buckets)} below {self._url}"
             while True:
                 channel.watch()
                 if not deadline.remaining_s():
@@ -120,17 +110,15 @@ class ObjectSender(ChannelSender):
             channel.tell(Kind.BUCKET, told)
             told += 1
 
-        for bucket in manifest.buckets:
+        for bucket in buckets:
             if len(uploads) == AT_ONCE:
                 tell_next()
             packer.pack(bucket, self._buffer)
             data = self._buffer[: bucket.nbytes].numpy().tobytes()
             uploads.append(in_thread(partial(put, bucket.index, data)))
-        digest = packer.finish()
         # All buckets are packed; announce the last uploads in order.
         while uploads:
             tell_next()
-        return digest
 
 
 class ObjectReceiver(ChannelReceiver[DiskSource]):
@@ -150,15 +138,13 @@ class ObjectReceiver(ChannelReceiver[DiskSource]):
         self._store = ObjectStore(self._source.directory)
         self._buffer = torch.empty(self._source.bucket_bytes, dtype=torch.uint8)
 
-    def _receive(
-        self, channel: ReceiverChannel, manifest: Manifest, sink: WeightSink, deadline: Deadline
-    ) -> Digest | None:
+    def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
         """Fetches announced buckets concurrently and applies them in order."""
         store = self._store
         assert store is not None, "a receiver attaches first"
+        manifest, buckets = unpacker.manifest, unpacker.manifest.buckets
         channel.join(manifest)
         attempt = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
-        unpacker, buckets = Unpacker(manifest, sink, self._source.digest), manifest.buckets
         fetches: deque[Future[bytes]] = deque()
         told = begun = applied = 0
         while applied < len(buckets):
@@ -181,9 +167,7 @@ class ObjectReceiver(ChannelReceiver[DiskSource]):
                 told += 1
             elif not deadline.remaining_s():
                 raise _late(f"receiver {self._source.receiver} to {what}", deadline)
-        digest = unpacker.finish()
-        channel.ack(len(buckets))
-        return digest
+        return len(buckets)
 
     def _apply(self, unpacker: Unpacker, bucket: Bucket, data: bytes, what: str) -> None:
         if len(data) != bucket.nbytes:
