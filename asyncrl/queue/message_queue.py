@@ -7,6 +7,7 @@ every transition of a group to `events.jsonl`, in order.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import secrets
@@ -398,11 +399,9 @@ class MessageQueue(HasConnections):
         self._changed = asyncio.Event()
 
     async def _wait_change(self, wait_s: float) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):  # the caller checks its condition again
             async with asyncio.timeout(wait_s):
                 await self._changed.wait()
-        except TimeoutError:
-            pass  # the caller checks its condition again
 
     async def _wait(
         self, condition: Callable[[], bool], wait_s: float, *, wakes_at: Callable[[], float | None] = lambda: None

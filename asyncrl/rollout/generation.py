@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Set
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -87,7 +87,8 @@ class GenerationClient:
         self._waits_for_replacements = waits_for_replacements
         self._max_lost = max_lost
         self._on_change = on_change
-        self._busy: set[int] = set()
+        self.busy: set[int] = set()
+        """The replicas that have requests of this client."""
         self._added = asyncio.Event()
         self._last_loss = "there is no replica"
         self._links: dict[int, ReplicaLink] = {}
@@ -158,7 +159,7 @@ class GenerationClient:
 
     def _interval_s(self, link: ReplicaLink) -> float:
         shortest_s = self._poll_interval_s
-        return shortest_s if link.leaves else collection_interval_s(shortest_s, len(self._busy))
+        return shortest_s if link.leaves else collection_interval_s(shortest_s, len(self.busy))
 
     async def handed_over(self) -> None:
         """Returns once the replicas that were leased or leave have returned the sampled tokens of this client, after
@@ -174,11 +175,6 @@ class GenerationClient:
         task = asyncio.create_task(link.hand_over(), name=f"withdraw from replica {link.replica_id}")
         self._hand_overs.add(task)
         task.add_done_callback(self._hand_overs.discard)
-
-    @property
-    def busy(self) -> Set[int]:
-        """The replicas that have requests of this client."""
-        return self._busy
 
     @property
     def loads(self) -> dict[int, int]:
@@ -248,14 +244,10 @@ class GenerationClient:
             raise GenerationError(f"a response was not finished within {self._request_timeout_s} s") from e
         return draft.generation(prompt_ids, complete, interruptions)
 
-    async def score(self, token_ids: np.ndarray, score_from: int, *, session_id: str = "") -> np.ndarray:
-        """[len - score_from] float32: log-probabilities of `token_ids[score_from:]`, each given the tokens before it,
-        at temperature 1. Raises as `generate`."""
-        return (await self.score_top(token_ids, score_from, 0, session_id=session_id)).logprobs
-
-    async def score_top(self, token_ids: np.ndarray, score_from: int, top: int, *, session_id: str = "") -> Generation:
-        """As `score`, in `logprobs` of the generation. With `top` above 0 its `extra` also has the likeliest tokens of
-        each place in `top_ids` and `top_logprobs`, [len - score_from, top] each."""
+    async def score(self, token_ids: np.ndarray, score_from: int, top: int = 0, *, session_id: str = "") -> Generation:
+        """The log-probabilities of `token_ids[score_from:]`, each given the tokens before it, at temperature 1, as
+        `logprobs`, [len - score_from] float32. With `top` above 0 `extra` has the likeliest tokens of each place in
+        `top_ids` and `top_logprobs`, [len - score_from, top] each. Raises as `generate`."""
         asked = SamplingParams(score_from=score_from, score_top=top)
         scored = await self.generate(token_ids, asked, session_id=session_id)
         if not np.array_equal(scored.token_ids, token_ids[score_from:]):
@@ -329,8 +321,8 @@ class GenerationClient:
 
     def _count(self, link: ReplicaLink) -> None:
         is_busy = link.in_flight > 0 and link.takes_requests
-        if is_busy != (link.replica_id in self._busy) and self._links.get(link.replica_id, link) is link:
-            (self._busy.add if is_busy else self._busy.discard)(link.replica_id)
+        if is_busy != (link.replica_id in self.busy) and self._links.get(link.replica_id, link) is link:
+            (self.busy.add if is_busy else self.busy.discard)(link.replica_id)
             self._on_change()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -367,7 +359,7 @@ class GenerationClient:
         if self._links.get(link.replica_id) is link:
             del self._links[link.replica_id]
             self._router.remove(link.replica_id)
-            self._busy.discard(link.replica_id)
+            self.busy.discard(link.replica_id)
 
 
 def _remaining(sampling: SamplingParams, num_tokens: int) -> SamplingParams:

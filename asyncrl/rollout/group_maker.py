@@ -224,6 +224,6 @@ async def with_teacher(
         return trajectory
     if count:
         tokens = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
-        scored = await teacher.score_top(tokens, len(trajectory.prompt_ids), top_k, session_id=session_id)
+        scored = await teacher.score(tokens, len(trajectory.prompt_ids), top_k, session_id=session_id)
         found = {"teacher_logprobs": scored.logprobs, **scored.extra}
     return replace(trajectory, extra={**trajectory.extra, **found})

@@ -79,7 +79,7 @@ class Judge:
         """The mean worth of the answers, weighted by their relative probabilities."""
         asked = (np.concatenate([prompt_ids, ids]) for ids, _ in self._answers)
         found = await concurrently(self._client.score(tokens, len(prompt_ids)) for tokens in asked)
-        logprobs = np.array([float(np.sum(logprobs, dtype=np.float64)) for logprobs in found])
+        logprobs = np.array([float(np.sum(answer.logprobs, dtype=np.float64)) for answer in found])
         likely = np.exp(logprobs - logprobs.max())
         return float(likely @ [worth for _, worth in self._answers] / likely.sum())
 

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from asyncrl.config.hidden import Hidden
+from asyncrl.config.model import ModelPoolConfig
 from asyncrl.config.recipe import Recipe
+from asyncrl.config.rollout import RolloutConfig
 from asyncrl.data.prompt_stream import build_stream
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
@@ -121,7 +123,9 @@ class Rollouter:
         """Builds the group maker and connects to the replicas. Raises ConfigError."""
         self.client = self._new_client("groups", self._replicas, states=("serving", "held"), waits=True)
         self._watch.follow(self.client)
-        self._pools = {key: self._pool_client(key) for key in self._recipe.pools if self._train is not None}
+        if self._train is not None:
+            for key, pool in self._recipe.pools.items():
+                self._pools[key] = self._new_client(key, ReplicaTable(), states=("serving",), waits=True, pool=pool)
         self._maker = GroupMaker(self._recipe, self.client, self._pools, self._watch)
         await self._maker.start()
         self._failure = asyncio.get_running_loop().create_future()
@@ -181,20 +185,12 @@ class Rollouter:
         Raises as `answer_held_out`.
         """
         config, prompts = self._recipe.eval, self._held_out[name]
-        lent = (
-            None
-            if table is None
-            else self._new_client(
-                f"evaluation-{next(self._evaluations):06d}",
-                table,
-                states=("leased",) if table.those("leased") else ("serving", "held"),
-                waits=False,
-            )
-        )
-        # An evaluation has its own temperature, and no top_p or top_k.
-        tools, of_groups = self._maker.tools, self._maker.sampling
-        if lent is not None:
+        lent, tools, of_groups = None, self._maker.tools, self._maker.sampling
+        if table is not None:
+            states: tuple[ReplicaState, ...] = ("leased",) if table.those("leased") else ("serving", "held")
+            lent = self._new_client(f"evaluation-{next(self._evaluations):06d}", table, states=states, waits=False)
             tools = replace(tools, client=lent)
+        # An evaluation has its own temperature, and no top_p or top_k.
         sampling = SamplingParams(
             temperature=config.temperature,
             max_tokens=of_groups.max_tokens,
@@ -257,31 +253,27 @@ class Rollouter:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _new_client(
-        self, use: str, replicas: ReplicaTable, *, states: tuple[ReplicaState, ...], waits: bool
+        self,
+        use: str,
+        replicas: ReplicaTable,
+        *,
+        states: tuple[ReplicaState, ...],
+        waits: bool,
+        pool: tuple[ModelPoolConfig, RolloutConfig] | None = None,
     ) -> GenerationClient:
-        """`waits`: requests wait for a replacement when every replica is lost."""
+        """`waits`: requests wait for a replacement when every replica is lost. `pool`: of another model, as in
+        `Recipe.pools`; None: the policy's replicas."""
         rollout = self._recipe.rollout
+        limits, settings = (rollout, rollout) if pool is None else pool
         return GenerationClient(
             f"{self._client_id}-{os.getpid()}-{use}",
             replicas,
-            request_timeout_s=rollout.request_timeout_s,
+            request_timeout_s=limits.request_timeout_s,
             poll_interval_s=rollout.poll_every_s,
             states=states,
             waits_for_replacements=waits,
-            max_lost=self._recipe.recovery.replicas_per_response(rollout.num_replicas),
-            on_change=self._watch.observe if waits else lambda: None,
-        )
-
-    def _pool_client(self, key: str) -> GenerationClient:
-        pool, replicas = self._recipe.pools[key]
-        return GenerationClient(
-            f"{self._client_id}-{os.getpid()}-{key}",
-            ReplicaTable(),
-            request_timeout_s=pool.request_timeout_s,
-            poll_interval_s=self._recipe.rollout.poll_every_s,
-            states=("serving",),
-            waits_for_replacements=True,
-            max_lost=self._recipe.recovery.replicas_per_response(replicas.num_replicas),
+            max_lost=self._recipe.recovery.replicas_per_response(settings.num_replicas),
+            on_change=self._watch.observe if waits and pool is None else lambda: None,
         )
 
     async def _admit(self) -> None:

@@ -252,17 +252,13 @@ class TrainerWorker(HasConnections):
         if self._spec.sends_snapshots:
             self._device.use_thread()
             with self._is_sending:
-                yield self._copied_weights(device)
+                yield ((name, tensor.to(device)) for name, tensor in list((self._snapshot or {}).items()))
             return
         weights = self._backend.named_weights()
         try:
             yield weights
         finally:
             _exhaust(weights)
-
-    def _copied_weights(self, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in list((self._snapshot or {}).items()):
-            yield name, tensor.to(device)
 
     @in_thread("end a send")
     def close_weights(self) -> None:

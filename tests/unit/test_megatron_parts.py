@@ -15,7 +15,7 @@ from asyncrl.config.load import load_recipe
 from asyncrl.config.trainer import LoraConfig, MegatronConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.backends import BACKENDS, require_fits, require_trains, require_written_by
-from asyncrl.trainer.megatron.names import Block, LocalTensor, Place, describe, order
+from asyncrl.trainer.megatron.names import Block, Coordinates, LocalTensor, describe, order
 from asyncrl.trainer.megatron.sizes import ModelSizes
 from asyncrl.trainer.megatron.stored_state import RankFiles, header
 from asyncrl.trainer.megatron.supports import require_package
@@ -48,7 +48,7 @@ def test_the_parts_of_all_ranks_make_the_whole_once():
     for ranks in (1, 2, 4):
         seen = {p: torch.zeros(rows) for p, rows in whole.items()}
         for rank in range(ranks):
-            found = describe(name, SIZES, Place(tensor=rank, num_tensor=ranks), first_layer=2)
+            found = describe(name, SIZES, Coordinates(tensor=rank, num_tensor=ranks), first_layer=2)
             assert found.is_split
             assert sum(b.length for b in found.blocks) == 64 // ranks
             for b in found.blocks:
@@ -58,28 +58,28 @@ def test_the_parts_of_all_ranks_make_the_whole_once():
 
 
 def test_gate_and_up_stand_one_behind_the_other_on_each_rank():
-    found = describe("decoder.layers.0.mlp.linear_fc1.weight", SIZES, Place(tensor=1, num_tensor=2), 0)
+    found = describe("decoder.layers.0.mlp.linear_fc1.weight", SIZES, Coordinates(tensor=1, num_tensor=2), 0)
     gate, up = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
     assert found.blocks == (Block(gate, 0, 24, 0, 24), Block(up, 0, 24, 24, 24))
 
 
 def test_padding_of_the_vocabulary_belongs_to_nobody():
-    rows = [describe("output_layer.weight", SIZES, Place(tensor=r, num_tensor=4), 0).blocks for r in range(4)]
+    rows = [describe("output_layer.weight", SIZES, Coordinates(tensor=r, num_tensor=4), 0).blocks for r in range(4)]
     assert [sum(b.length for b in blocks) for blocks in rows] == [16, 16, 9, 0]
-    tied = describe("output_layer.weight", replace(SIZES, tied=True), Place(), 0)
+    tied = describe("output_layer.weight", replace(SIZES, tied=True), Coordinates(), 0)
     assert tied.blocks == (Block("model.embed_tokens.weight", 0, 0, 0, 41),)
 
 
 @pytest.mark.parametrize("name", ["local_experts.1.linear_fc2.weight", "linear_fc2.weight1"])
 def test_an_expert_is_numbered_over_all_ranks(name):
-    place = Place(expert=1, num_expert=2, expert_tensor=1, num_expert_tensor=2)
-    found = describe(f"decoder.layers.0.mlp.experts.{name}", ModelSizes.of_config(MIXTURE), place, 0)
+    at = Coordinates(expert=1, num_expert=2, expert_tensor=1, num_expert_tensor=2)
+    found = describe(f"decoder.layers.0.mlp.experts.{name}", ModelSizes.of_config(MIXTURE), at, 0)
     assert found.blocks == (Block("model.layers.0.mlp.experts.3.down_proj.weight", 1, 8, 0, 8),)
 
 
 def test_an_unknown_tensor_is_not_guessed():
     with pytest.raises(KeyError, match="linear_kv"):
-        describe("decoder.layers.0.cross_attention.linear_kv.weight", SIZES, Place(), 0)
+        describe("decoder.layers.0.cross_attention.linear_kv.weight", SIZES, Coordinates(), 0)
 
 
 def test_names_are_ordered_by_number():

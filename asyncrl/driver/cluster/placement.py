@@ -154,11 +154,13 @@ def plan_placement(demand: Demand, node_gpus: Sequence[int]) -> Placement:
     """
     if not any(node_gpus):
         demand = replace(demand, replica_gpus=0, rank_gpus=0, gpu_share=1.0)
+    singly = [*_ranks([1] * demand.num_ranks, demand.rank_gpus), *_replicas(demand)]
     if not demand.num_gpus:
-        return Placement(tuple(_on_cpus(demand)), 0, 0, "STRICT_PACK" if demand.one_node else "SPREAD")
+        return Placement(tuple(singly), 0, 0, "STRICT_PACK" if demand.one_node else "SPREAD")
     if demand.gpu_share < 1:
         pairs = _pairs(demand)
-        _require_fit(demand, pairs, node_gpus)
+        if fit(pairs, node_gpus) is None:
+            raise _too_few(demand, pairs, node_gpus)
         shares = demand.gpu_share, round(1 - demand.gpu_share, 4)
         return Placement(tuple(pairs), *shares, _strategy(demand, pairs, node_gpus))
     if demand.may_share and demand.num_gpus > sum(node_gpus):
@@ -170,7 +172,6 @@ def plan_placement(demand: Demand, node_gpus: Sequence[int]) -> Placement:
         if fit(bundles, node_gpus) is not None:
             strategy = _strategy(demand, bundles, node_gpus)
             return Placement(tuple(bundles), demand.replica_gpus, demand.rank_gpus, strategy)
-    singly = [*_ranks([1] * demand.num_ranks, demand.rank_gpus), *_replicas(demand)]
     raise _too_few(demand, singly, node_gpus)
 
 
@@ -232,10 +233,6 @@ def _replicas(demand: Demand) -> list[Bundle]:
     return [Bundle(demand.replica_gpus, (i,)) for i in range(demand.num_replicas)]
 
 
-def _on_cpus(demand: Demand) -> list[Bundle]:
-    return [*_ranks([1] * demand.num_ranks, 0), *_replicas(demand)]
-
-
 def _pairs(demand: Demand) -> list[Bundle]:
     """Bundles of one GPU each, for a replica and a rank while both remain."""
     return [
@@ -284,11 +281,6 @@ def _divisions(demand: Demand, largest: int) -> Iterator[list[Bundle]]:
 def _strategy(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int]) -> Strategy:
     fits_one = sum(bundle.gpus for bundle in bundles) <= max(node_gpus)
     return "STRICT_PACK" if demand.one_node and fits_one else "PACK"
-
-
-def _require_fit(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int]) -> None:
-    if fit(bundles, node_gpus) is None:
-        raise _too_few(demand, bundles, node_gpus)
 
 
 def _too_few(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int]) -> ConfigError:

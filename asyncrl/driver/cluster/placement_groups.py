@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -58,7 +58,9 @@ class PlacementGroups:
             await self.ready(replica_id, timeout_s)
 
         if self._group is None:
-            return self._near(ready) if replica_id not in self._of_replica else None
+            if self._only_node is None or replica_id in self._of_replica:
+                return None
+            return ReplicaPlacement(NodeAffinitySchedulingStrategy(self._only_node, soft=False), ready)
         if (bundle := self._of_replica.get(replica_id)) is not None:
             return ReplicaPlacement(self._strategy(bundle), ready)
         return ReplicaPlacement(PlacementGroupSchedulingStrategy(self._own[replica_id], 0), ready)
@@ -70,20 +72,14 @@ class PlacementGroups:
             return
         process = replica(replica_id)
         if (bundle := self._of_replica.get(replica_id)) is not None:
-            await self._nodes_of([bundle], process, timeout_s)
+            await self._bundles_placed([bundle], process, timeout_s)
             return
-        wait = Wait("a place", process, timeout_s)
-        with WAITS.of(wait):
-            while await asyncio.to_thread(self._own_node, replica_id) is None:
-                if time.monotonic() - wait.since_s > timeout_s:
-                    asked = f"a place for {process}: {self.placement.replica_gpus:g} GPUs of one node"
-                    found = f"no node had room for it within {timeout_s:g} s; {await asyncio.to_thread(_free)}"
-                    do = "add a node, or ask for fewer replicas"
-                    if self._only_node is not None:
-                        found += "; weights.transport reaches the node of the trainer ranks only"
-                        do = "ask for fewer replicas, or set weights.transport=collective"
-                    raise NoPlace(explain(asked, found, do)).of(process)
-                await asyncio.sleep(min(POLL_S, timeout_s))
+        do, limits = "add a node, or ask for fewer replicas", ""
+        if self._only_node is not None:
+            limits = "; weights.transport reaches the node of the trainer ranks only"
+            do = "ask for fewer replicas, or set weights.transport=collective"
+        gpus = f"{self.placement.replica_gpus:g} GPUs of one node"
+        await _until_placed(lambda: "" if self._own_node(replica_id) else gpus, process, timeout_s, do, limits)
 
     async def give_back(self, replica_id: int) -> None:
         """Gives back the place of a replica that joined later. The other places are reserved for the whole run."""
@@ -94,8 +90,8 @@ class PlacementGroups:
         return set() if self._group is None else await asyncio.to_thread(self._ending)
 
     def give_back_all(self) -> None:
-        for replica_id in list(self._own):
-            self._give_back(replica_id)
+        for group in list(self._own.values()):
+            _remove(group)
 
     async def of_ranks(self, timeout_s: float) -> list[Any]:
         """Ray's scheduling strategy for each trainer rank, given the current nodes of the bundles.
@@ -106,9 +102,10 @@ class PlacementGroups:
             return [ANYWHERE] * sum(bundle.num_ranks for bundle in self.placement.bundles)
         own = [i for i, bundle in enumerate(self.placement.bundles) if bundle.num_ranks]
         try:
-            nodes = await self._nodes_of(own, TRAINER_RANKS, timeout_s)
+            await self._bundles_placed(own, TRAINER_RANKS, timeout_s)
         except NoPlace as error:
             raise RunFailed(str(error)) from error
+        nodes = await asyncio.to_thread(self.nodes)
         return [self._strategy(i) for i in self.placement.bundle_of_rank([node or "" for node in nodes])]
 
     def nodes(self) -> list[str | None]:
@@ -153,29 +150,32 @@ class PlacementGroups:
         found = {i for i, bundle in self._of_replica.items() if bundles.get(bundle) in nodes}
         return found | {i for i, group in list(self._own.items()) if _bundles(group).get(0) in nodes}
 
-    def _near(self, ready: Callable[[float], Awaitable[None]]) -> ReplicaPlacement | None:
-        if self._only_node is None:
-            return None
-        return ReplicaPlacement(NodeAffinitySchedulingStrategy(self._only_node, soft=False), ready)
-
     def _strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         assert self._group is not None
         return PlacementGroupSchedulingStrategy(self._group, bundle)
 
-    async def _nodes_of(self, own: Sequence[int], process: Process, timeout_s: float) -> list[str | None]:
-        """The nodes of all bundles, once every bundle of `own` has a node. Raises NoPlace."""
-        wait = Wait("a place", process, timeout_s)
-        with WAITS.of(wait):
-            while True:
-                nodes = await asyncio.to_thread(self.nodes)
-                missing = [self.placement.bundles[i] for i in own if nodes[i] is None]
-                if not missing:
-                    return nodes
-                if time.monotonic() - wait.since_s > timeout_s:
-                    found = f"no node had room for it within {timeout_s:g} s; {await asyncio.to_thread(_free)}"
-                    do = "bring the lost node back, or add one; then go on from the last checkpoint with resume=auto"
-                    raise NoPlace(explain(f"a place for {process}: {words(missing)}", found, do)).of(process)
-                await asyncio.sleep(min(POLL_S, timeout_s))
+    async def _bundles_placed(self, own: Sequence[int], process: Process, timeout_s: float) -> None:
+        """Returns once every bundle of `own` has a node. Raises NoPlace."""
+
+        def missing() -> str:
+            nodes = self.nodes()
+            return words([self.placement.bundles[i] for i in own if nodes[i] is None])
+
+        do = "bring the lost node back, or add one; then go on from the last checkpoint with resume=auto"
+        await _until_placed(missing, process, timeout_s, do)
+
+
+async def _until_placed(
+    missing: Callable[[], str], process: Process, timeout_s: float, do: str, limits: str = ""
+) -> None:
+    """Returns once `missing`, which says in words what has no place, returns nothing. Raises NoPlace."""
+    wait = Wait("a place", process, timeout_s)
+    with WAITS.of(wait):
+        while lacking := await asyncio.to_thread(missing):
+            if time.monotonic() - wait.since_s > timeout_s:
+                found = f"no node had room for it within {timeout_s:g} s; {await asyncio.to_thread(_free)}{limits}"
+                raise NoPlace(explain(f"a place for {process}: {lacking}", found, do)).of(process)
+            await asyncio.sleep(min(POLL_S, timeout_s))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ From settling and training only a wake leads back to generating.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Literal
 
 Phase = Literal["waking", "generating", "settling", "training"]
@@ -122,11 +123,9 @@ class SharedDevices:
     async def change(self, timeout_s: float) -> None:
         """Returns at the next change, or after this time."""
         self._changed.clear()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
-        except TimeoutError:
-            return
 
     def changed(self) -> None:
         """Wakes all waiting tasks: the phase has changed, or an engine has come up, gone to sleep or exited."""

@@ -7,6 +7,7 @@ when it joins and given back when it has left.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -48,11 +49,8 @@ class FleetLimits:
             do = f"ask for {self.least} or more, or go on with a smaller rollout.num_replicas and resume=auto"
             raise ConfigError(explain(asked, found, do))
         if self.most is not None and replicas > self.most:
-            found, do = (
-                f"rollout.max_replicas={self.most}",
-                f"ask for {self.most} or fewer, or raise it with resume=auto",
-            )
-            raise ConfigError(explain(asked, found, do))
+            do = f"ask for {self.most} or fewer, or raise it with resume=auto"
+            raise ConfigError(explain(asked, f"rollout.max_replicas={self.most}", do))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +154,9 @@ class FleetSize:
             while True:
                 await self._look()
                 self._asked.clear()
-                try:
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._look_s):
                         await self._asked.wait()
-                except TimeoutError:
-                    continue
         finally:
             waits = list(self._waits.values())
             self._waits.clear()

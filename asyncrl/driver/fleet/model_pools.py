@@ -15,6 +15,7 @@ from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.driver.fleet.standalone import standalone_pool
 from asyncrl.errors import RunFailed, explain
 from asyncrl.inference.engines import ENGINES
+from asyncrl.remote.tasks import concurrently
 from asyncrl.types import ReplicaTable
 from asyncrl.types.events import Event, ModelReplicaChanged, ReplicaEvent
 
@@ -130,15 +131,7 @@ class ModelPools:
                     explain(f"the {key} ({key}.path)", found, "see the log; raise recovery.max_replica_restarts")
                 ) from error
 
-        watches = [asyncio.create_task(one(key, pool), name=f"pool {key}") for key, pool in self._pools.items()]
-        try:
-            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            for finished in done:
-                await finished
-        finally:
-            for task in watches:
-                task.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+        await concurrently(one(key, pool) for key, pool in self._pools.items())
 
     async def forget_client(self, client_id: str) -> None:
         """`ReplicaPool.forget_client` of every pool."""

@@ -371,18 +371,13 @@ def _seen(task: asyncio.Task[Any]) -> None:
 
 def together(stats: Sequence[RolloutStats]) -> RolloutStats:
     """The sums over all rollouters. The sum in `pid` changes when any process is replaced."""
-    first, seconds = stats[0], Counter[str]()
+    seconds = Counter[str]()
     for one in stats:
         seconds.update(one.replica_s)
+    summed = ("pid", "groups", "requests", "cpu_s", "workers_cpu_s", "reprefilled_tokens", "cancelled_groups")
     return replace(
-        first,
-        pid=sum(one.pid for one in stats),
-        groups=sum(one.groups for one in stats),
-        requests=sum(one.requests for one in stats),
+        stats[0],
+        **{name: sum(getattr(one, name) for one in stats) for name in summed},
         replicas=tuple(sorted({i for one in stats for i in one.replicas})),
-        cpu_s=sum(one.cpu_s for one in stats),
-        workers_cpu_s=sum(one.workers_cpu_s for one in stats),
-        reprefilled_tokens=sum(one.reprefilled_tokens for one in stats),
-        cancelled_groups=sum(one.cancelled_groups for one in stats),
         replica_s=dict(seconds),
     )

@@ -91,7 +91,8 @@ def save(
     try:
         dcp.save(captured, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:  # not an Exception: it must not leave this process unconverted
-        raise _unwritable(directory, error) from error
+        do = "make room there, or repair the directory; the state in training is not touched"
+        raise StorageError(explain(f"write the trainer's state to {directory}", by_rank(error), do)) from error
 
 
 def files_of(directory: Path, rank: int) -> tuple[str, ...]:
@@ -156,11 +157,6 @@ def _check_same_state(wanted: dict[str, torch.Tensor], written: StoredState, ask
             found = f"{name} has the shape {list(shape)} in it, {list(tensor.shape)} in this run"
             keep = "algorithm.critic.path" if name.startswith("critic") else keep
             raise ConfigError(explain(asked, found, f"keep {keep}, {new}"))
-
-
-def _unwritable(directory: Path, error: CheckpointException) -> StorageError:
-    do = "make room there, or repair the directory; the state in training is not touched"
-    return StorageError(explain(f"write the trainer's state to {directory}", by_rank(error), do))
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

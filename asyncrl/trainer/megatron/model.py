@@ -37,8 +37,8 @@ from megatron.core.transformer.transformer_layer import (
 from torch import nn
 
 from asyncrl.config.trainer import TrainerConfig
-from asyncrl.trainer.megatron.names import LocalTensor, Place, describe
-from asyncrl.trainer.megatron.routing import watch_routers
+from asyncrl.trainer.megatron.names import Coordinates, LocalTensor, describe
+from asyncrl.trainer.megatron.routing import RouterHooks
 from asyncrl.trainer.megatron.rows import PackedAttention
 from asyncrl.trainer.megatron.sizes import ModelSizes
 
@@ -52,7 +52,7 @@ class Groups:
     context: dist.ProcessGroup
     pipeline: dist.ProcessGroup
     data: dist.ProcessGroup
-    place: Place
+    coordinates: Coordinates
 
     @property
     def is_last_stage(self) -> bool:
@@ -94,7 +94,7 @@ def join_groups(trainer: TrainerConfig) -> Groups:
         raise RuntimeError(
             f"this process has parallel groups of (TP, PP, EP, ETP, VPP, CP) {found}, asked for {wanted}"
         )
-    place = Place(
+    coordinates = Coordinates(
         tensor=parallel.get_tensor_model_parallel_rank(),
         num_tensor=found[0],
         expert_tensor=parallel.get_expert_tensor_parallel_rank(),
@@ -107,7 +107,7 @@ def join_groups(trainer: TrainerConfig) -> Groups:
         parallel.get_context_parallel_group(),
         parallel.get_pipeline_model_parallel_group(),
         parallel.get_data_parallel_group(),
-        place,
+        coordinates,
     )
 
 
@@ -218,8 +218,9 @@ class DecoderChunk(GPTModel):
     def watch_routers(self, sizes: ModelSizes) -> None:
         """Makes the routers of this chunk fill the `routing` of rows and take their `experts`."""
         places = {number: place for place, number in enumerate(sorted(sizes.expert_layers))}
-        numbered = enumerate(self.decoder.layers, self.first_layer)
-        watch_routers([(places[n], layer) for n, layer in numbered if n in places])
+        for number, layer in enumerate(self.decoder.layers, self.first_layer):
+            if number in places:
+                RouterHooks(places[number], layer)
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
@@ -232,7 +233,7 @@ class DecoderChunk(GPTModel):
 
 
 def build_chunks(
-    sizes: ModelSizes, config: TransformerConfig, place: Place, *, critic: bool = False
+    sizes: ModelSizes, config: TransformerConfig, at: Coordinates, *, critic: bool = False
 ) -> list[tuple[DecoderChunk, dict[str, LocalTensor]]]:
     """This rank's chunks with uninitialised weights on its device, and the contents of each of their parameters."""
     chunks = []
@@ -242,7 +243,7 @@ def build_chunks(
             chunk.cuda()
         contents = {}
         for name, parameter in chunk.named_parameters():
-            found = describe(name, sizes, place, chunk.first_layer)
+            found = describe(name, sizes, at, chunk.first_layer)
             contents[name] = found
             # Megatron-core sets these only when it draws the weights; the gradient norm depends on them.
             parameter.tensor_model_parallel = found.is_split  # pyright: ignore[reportAttributeAccessIssue]

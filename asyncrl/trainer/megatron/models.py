@@ -51,7 +51,7 @@ class TrainedModel(Generic[Output]):
         dtype: torch.dtype = getattr(torch, trainer.megatron.param_dtype)
         self.sizes = source.sizes
         self.config = transformer_config(source.sizes, trainer, dtype=dtype, on_cpu=on_cpu)
-        chunks = build_chunks(source.sizes, self.config, groups.place, critic=critic)
+        chunks = build_chunks(source.sizes, self.config, groups.coordinates, critic=critic)
         self.parameters: list[tuple[str, nn.Parameter, LocalTensor]] = []
         for number, (chunk, contents) in enumerate(chunks):
             named = dict(chunk.named_parameters())
@@ -160,7 +160,7 @@ class MegatronModels:
         trainer = self._spec.trainer
         dtype: torch.dtype = getattr(torch, trainer.megatron.param_dtype)
         config = transformer_config(source.sizes, trainer, dtype=dtype, on_cpu=self._on_cpu, recompute=False)
-        chunks = build_chunks(source.sizes, config, self._groups.place)
+        chunks = build_chunks(source.sizes, config, self._groups.coordinates)
         with torch.no_grad():
             for chunk, contents in chunks:
                 for name, parameter in chunk.named_parameters():

@@ -107,7 +107,7 @@ class LocalTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Coordinates:
     """A rank's index in each parallel group, and the groups' sizes."""
 
     tensor: int = 0
@@ -118,7 +118,7 @@ class Place:
     num_expert: int = 1
 
 
-def describe(name: str, sizes: ModelSizes, place: Place, first_layer: int) -> LocalTensor:
+def describe(name: str, sizes: ModelSizes, at: Coordinates, first_layer: int) -> LocalTensor:
     """The contents of the parameter `name` of a part of the model.
 
     Args:
@@ -130,8 +130,8 @@ def describe(name: str, sizes: ModelSizes, place: Place, first_layer: int) -> Lo
     # Outside the layers: embedding, output layer, final norm, value head.
     if name in (EMBEDDING, OUTPUT):
         whole = "model.embed_tokens.weight" if name == EMBEDDING or sizes.tied else "lm_head.weight"
-        rows = sizes.padded_vocabulary(place.num_tensor) // place.num_tensor
-        return LocalTensor(_cut([(whole, 0, sizes.vocab_size)], 0, place.tensor * rows, rows), True, 0)
+        rows = sizes.padded_vocabulary(at.num_tensor) // at.num_tensor
+        return LocalTensor(_cut([(whole, 0, sizes.vocab_size)], 0, at.tensor * rows, rows), True, 0)
     if name == FINAL_NORM:
         return _whole("model.norm.weight", sizes.hidden_size)
     if name in _VALUE_HEAD:
@@ -146,12 +146,12 @@ def describe(name: str, sizes: ModelSizes, place: Place, first_layer: int) -> Lo
     elif grouped := _TE_EXPERT.fullmatch(inside):
         inside, expert = grouped[1], int(grouped[2])
     rule, layer = LAYER[inside], int(found[1]) + first_layer
-    number = None if expert is None else expert + place.expert * (sizes.num_experts // place.num_expert)
+    number = None if expert is None else expert + at.expert * (sizes.num_experts // at.num_expert)
     names = [f"model.layers.{layer}." + part.format(expert=number) for part in rule.names]
     # Experts have their own tensor-parallel groups.
-    rank, ranks = (place.tensor, place.num_tensor)
+    rank, ranks = (at.tensor, at.num_tensor)
     if expert is not None:
-        rank, ranks = (place.expert_tensor, place.num_expert_tensor)
+        rank, ranks = (at.expert_tensor, at.num_expert_tensor)
     return _in_layer(rule, names, sizes, rank, ranks)
 
 

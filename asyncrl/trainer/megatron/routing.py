@@ -75,21 +75,12 @@ class RoutingSums:
         return [RoutingSums(chosen, given) for chosen, given in sums]
 
 
-def watch_routers(layers: Sequence[tuple[int, Any]]) -> None:
-    """Makes the layers fill the `routing` of their row, and take its `experts` if it has them.
-
-    Args:
-        layers: (place among the model's layers with experts, a TransformerLayer with experts).
-    """
-    for place, layer in layers:
-        _Watch(place, layer)
-
-
-class _Watch:
-    """Hooks of one layer. A router sees hidden states only, so the layer's own hook keeps the row for it; a layer
-    recomputed in the backward pass gets its row again."""
+class RouterHooks:
+    """Makes one layer fill the `routing` of its row, and take its `experts` if it has them. A router sees hidden states
+    only, so the layer's own hook keeps the row for it; a layer recomputed in the backward pass gets its row again."""
 
     def __init__(self, place: int, layer: Any) -> None:
+        """`place`: among the model's layers with experts. `layer`: a TransformerLayer with experts."""
         self._place = place
         self._row: RowRouting | None = None
         self._experts: torch.Tensor | None = None

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from asyncrl.trainer.megatron.context import SplitRow, split_row
-from asyncrl.trainer.megatron.names import Place
+from asyncrl.trainer.megatron.names import Coordinates
 from asyncrl.trainer.megatron.routing import RowRouting, WatchedRouters
 from asyncrl.trainer.packed_attention import packed_attention, split_attention
 from asyncrl.trainer.step.batch import PackedTokens
@@ -27,7 +27,7 @@ from asyncrl.trainer.step.batch import PackedTokens
 @dataclass
 class PackedRow(PackedSeqParams):
     """A packed row as layers read it. `split` is for `PackedAttention`; `routing` and `experts`, of the tokens that
-    this rank routes, are for `watch_routers`; the other fields are Megatron-core's, over the rows of all
+    this rank routes, are for `RouterHooks`; the other fields are Megatron-core's, over the rows of all
     context-parallel ranks."""
 
     split: SplitRow | None = None
@@ -37,7 +37,7 @@ class PackedRow(PackedSeqParams):
 
 def packed_row(
     tokens: PackedTokens,
-    place: Place,
+    at: Coordinates,
     context: dist.ProcessGroup,
     *,
     sequence_parallel: bool,
@@ -46,7 +46,7 @@ def packed_row(
     """This rank's token ids and positions, [1, n], and the row. Padding tokens are predicted by nothing.
 
     Args:
-        place: this rank's.
+        at: this rank's.
         context: the context-parallel ranks.
         sequence_parallel: n is a multiple of the tensor-parallel ranks.
         watched: the routers, if they are hooked.
@@ -54,7 +54,7 @@ def packed_row(
     Raises:
         ValueError: the recorded experts are of another model.
     """
-    multiple = place.num_tensor if sequence_parallel else 1
+    multiple = at.num_tensor if sequence_parallel else 1
     split = split_row(tokens.layout, ranks=context.size(), rank=context.rank(), multiple=multiple)
     real = split.tokens >= 0
     ids = tokens.input_ids[:, split.tokens.clamp(min=0)] * real
@@ -67,7 +67,7 @@ def packed_row(
         split=split,
     )
     # Under sequence parallelism a rank routes only its slice of the row.
-    routed = split.tokens.chunk(multiple)[place.tensor] if sequence_parallel else split.tokens
+    routed = split.tokens.chunk(multiple)[at.tensor] if sequence_parallel else split.tokens
     if watched is not None and watched.balances:
         row.routing = RowRouting.begin(watched.routers, routed >= 0, tokens.balance)
     if watched is not None and watched.replays and tokens.experts is not None:

@@ -78,7 +78,7 @@ class PipelineFrozen(Generic[Output]):
             at = next(numbers)
             ids, positions, row = packed_row(
                 rows[at],
-                self._groups.place,
+                self._groups.coordinates,
                 self._groups.context,
                 sequence_parallel=config.sequence_parallel,
                 watched=self._watched,

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 
@@ -89,8 +88,8 @@ class TrainingStep:
         self._train(True)
         spec, policy, critic = self._spec, self._models.policy, self._models.critic
         start = spec.algorithm.critic.warmup_steps if critic is not None else 0
-        rate = scheduled_rate(spec.trainer, plan.step, spec.total_steps, start=start)
-        critic_rate = scheduled_rate(spec.trainer, plan.step, spec.total_steps, peak=spec.algorithm.critic.lr)
+        rate = learning_rate(spec.trainer, plan.step, spec.total_steps, start=start)
+        critic_rate = learning_rate(spec.trainer, plan.step, spec.total_steps, peak=spec.algorithm.critic.lr)
         learns = plan.step >= start
         # Phase 2: one update per entry of the plan.
         totals, norms, critic_norms, skipped = StepTotals(self._device), [], [], 0
@@ -144,7 +143,7 @@ class TrainingStep:
         critic's, [] float64. `learns`: True trains the policy; False trains only the critic."""
         parts = self._models.policy.forward_backward(
             [self._balanced(batch, prepared) for batch, prepared in zip(batches, ready, strict=True)],
-            lambda at, output: self._policy_part(batches[at], ready[at], output),
+            lambda at, output: Part(*self._objective(self._inputs(batches[at], ready[at], output))),
             learns=learns,
         )
         parts = [self._with_balance(part, prepared) for part, prepared in zip(parts, ready, strict=True)]
@@ -161,10 +160,6 @@ class TrainingStep:
                 totals.add_sums(part.seen.sums)
             parts = [*parts, *critic_parts]
         return torch.stack([part.loss.double() for part in parts]).sum()
-
-    def _policy_part(self, batch: PackedBatch, prepared: Prepared, output: TokenOutputs) -> Part:
-        loss, seen = self._objective(self._inputs(batch, prepared, output))
-        return Part(loss, seen)
 
     def _balanced(self, batch: PackedBatch, prepared: Prepared) -> PackedTokens:
         """The micro-batch with the weights of its load-balancing loss, if any."""
@@ -240,48 +235,29 @@ class TrainingStep:
 # The learning rate is a pure function of the step: a resumed run needs no scheduler state.
 
 
-def scheduled_rate(
-    config: TrainerConfig, step: int, total_steps: int, *, peak: float | None = None, start: int = 0
-) -> float:
-    """`learning_rate` with the settings of `config`.
-
-    `total_steps`: end of the decay unless `decay_steps` is set. `peak` None: `lr`. `start`: first step that trains; the
-    rate is 0 before it, and the warm-up starts there.
-    """
-    if 0 <= step < start:
-        return 0.0
-    return learning_rate(
-        step - start,
-        peak=config.lr if peak is None else peak,
-        warmup_steps=config.warmup_steps,
-        schedule=config.schedule,
-        decay_steps=(config.decay_steps or total_steps) - start,
-        min_fraction=config.min_lr_fraction,
-    )
-
-
 def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    warmup_steps: int,
-    schedule: Literal["constant", "linear", "cosine"] = "constant",
-    decay_steps: int = 0,
-    min_fraction: float = 0.0,
+    config: TrainerConfig, step: int, total_steps: int, *, peak: float | None = None, start: int = 0
 ) -> float:
     """The rate of the optimizer step that starts at `global_steps == step`.
 
-        step < warmup_steps    peak * (step + 1) / warmup_steps
-        then                   by `schedule` from peak to peak * min_fraction
-        step >= decay_steps    peak * min_fraction
+        step < start           0
+        n = step - start < w   peak * (n + 1) / w, with w = warmup_steps
+        then                   by `schedule` from peak to peak * min_lr_fraction
+        step >= end            peak * min_lr_fraction
+
+    `start`: first step that trains. The end is `decay_steps`, or `total_steps` if that is not set. `peak` None: `lr`.
 
     Raises ValueError: `step` is negative."""
     if step < 0:
         raise ValueError(f"step is {step}; global_steps counts from 0")
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if schedule == "constant":
+    if step < start:
+        return 0.0
+    peak, number, warmup = config.lr if peak is None else peak, step - start, config.warmup_steps
+    if number < warmup:
+        return peak * (number + 1) / warmup
+    if config.schedule == "constant":
         return peak
-    done = min(1.0, (step - warmup_steps) / max(decay_steps - warmup_steps, 1))
-    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return peak * (min_fraction + (1 - min_fraction) * left)
+    decay_steps = (config.decay_steps or total_steps) - start
+    done = min(1.0, (number - warmup) / max(decay_steps - warmup, 1))
+    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return peak * (config.min_lr_fraction + (1 - config.min_lr_fraction) * left)
