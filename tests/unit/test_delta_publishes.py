@@ -1,7 +1,6 @@
 """When the checkpoint engine sends differences and when all weights, over a scripted trainer and replicas."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,7 @@ from asyncrl.driver.trainer_plan import trainer_plan
 from asyncrl.errors import ConfigError, GenerationError, WeightTransferError
 from asyncrl.types import ModelFacts
 from asyncrl_testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer
-
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
+from tests.make import QUICKSTART
 
 
 def engine(*replicas, trainer=None, fleet=None, respawn=None, rolling=False, **config):

@@ -2,7 +2,6 @@
 
 import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ from asyncrl.queue.group_files import load_groups, save_groups
 from asyncrl.queue.masking import mask_older
 from asyncrl.trainer.step.batch import pack
 from asyncrl.types import Lengths, TrainSequence
-from tests.make import group, trajectory
+from tests.make import QUICKSTART, group, trajectory
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 DISTILLS = ["teacher.path=t", "algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false"]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.config.load import load_recipe
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
-from tests.unit.test_recipes import QUICKSTART
+from tests.make import QUICKSTART
 
 LONGEST = 40
 

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.trainer.packing import PackingRules
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
-
-ROOT = Path(__file__).resolve().parents[2]
-QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+from tests.make import QUICKSTART, ROOT
 
 
 def test_layers_and_overrides_apply_in_order(tmp_path):
