@@ -35,11 +35,12 @@ def pair(ordinal=0, attempt=0):
 
 
 def assert_same(a, b):
-    assert len(a.sequences) == len(b.sequences)
+    assert (a.ordinal, a.attempt, len(a.sequences)) == (b.ordinal, b.attempt, len(b.sequences))
     for x, y in zip(a.sequences, b.sequences, strict=True):
         assert (x.segments, x.reward, x.finish_reason) == (y.segments, y.reward, y.finish_reason)
         for name in ARRAYS:
             np.testing.assert_array_equal(getattr(x, name), getattr(y, name))
+            assert getattr(x, name).dtype == getattr(y, name).dtype
 
 
 def test_a_groups_sequences_are_its_trajectories_and_then_their_branches():
@@ -71,6 +72,8 @@ def test_branches_survive_processes_and_files(tmp_path):
         assert_same(before, sent)
         assert_same(before, loaded)
         assert before.owners == sent.owners == loaded.owners
+    save_groups(tmp_path, [])
+    assert load_groups(tmp_path) == []
     done = PartialGroup(Ticket(0, 0, 2), tuple(PartialTrajectory(done=t) for t in pair().trajectories))
     save_partials(tmp_path, [done])
     (loaded,) = load_partials(tmp_path)

@@ -6,12 +6,26 @@ from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.step.loop import learning_rate, scheduled_rate
 
 
-def test_linear_falls_evenly_from_the_peak_to_its_share():
-    rates = [
-        learning_rate(s, peak=8.0, warmup_steps=2, schedule="linear", decay_steps=6, min_fraction=0.25)
-        for s in range(9)
-    ]
-    assert rates == pytest.approx([4.0, 8.0, 8.0, 6.5, 5.0, 3.5, 2.0, 2.0, 2.0])
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"peak": 8.0, "warmup_steps": 4}, [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]),
+        ({"peak": 3.0, "warmup_steps": 0}, [3.0]),
+        ({"peak": 4.0, "warmup_steps": 4, "schedule": "linear", "decay_steps": 3}, [1.0, 2.0, 3.0, 4.0]),
+        (
+            {"peak": 8.0, "warmup_steps": 2, "schedule": "linear", "decay_steps": 6, "min_fraction": 0.25},
+            [4.0, 8.0, 8.0, 6.5, 5.0, 3.5, 2.0, 2.0, 2.0],
+        ),
+    ],
+    ids=["constant", "without warm-up", "a run that ends within its warm-up", "linear"],
+)
+def test_the_rates_rise_to_the_peak_and_fall_evenly_to_its_share(options, rates):
+    assert [learning_rate(step, **options) for step in range(len(rates))] == pytest.approx(rates, rel=1e-12)
+
+
+def test_steps_count_from_zero():
+    with pytest.raises(ValueError, match="-1"):
+        learning_rate(-1, peak=1.0, warmup_steps=0)
 
 
 def test_cosine_is_flat_at_both_ends_and_half_way_in_the_middle():
@@ -30,11 +44,6 @@ def test_the_warm_up_waits_for_the_first_step_that_trains():
     config = TrainerConfig(lr=8.0, schedule="linear", warmup_steps=2)
     rates = [scheduled_rate(config, step, 9, start=3) for step in range(10)]
     assert rates == pytest.approx([0, 0, 0, 4, 8, 8, 6, 4, 2, 0])
-
-
-def test_a_run_that_ends_within_its_warm_up_only_rises():
-    rates = [learning_rate(s, peak=4.0, warmup_steps=4, schedule="linear", decay_steps=3) for s in range(4)]
-    assert rates == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_the_end_of_the_run_is_the_end_unless_the_recipe_says_otherwise():
