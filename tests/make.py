@@ -12,8 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.types import LeaseManifest, Segment, Trajectory, TrajectoryGroup
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
 
 def trajectory(*, prompt=3, response=4, versions=(0,), reward=0.0, seed=0) -> Trajectory:
@@ -33,6 +37,11 @@ def trajectory(*, prompt=3, response=4, versions=(0,), reward=0.0, seed=0) -> Tr
         segments=segments,
         reward=reward,
     )
+
+
+def row(truth: str, content: str = "?") -> PromptRow:
+    """A question and its truth."""
+    return PromptRow((ChatMessage("user", content),), truth, "test", (), "f:1")
 
 
 def group(ordinal=0, attempt=0, *, rewards=(0.0, 1.0), versions=(0,)) -> TrajectoryGroup:

@@ -1,13 +1,10 @@
 """What a dry run advises."""
 
-from pathlib import Path
-
 import pytest
 
 from asyncrl.config.load import load_recipe
 from asyncrl.driver.preflight import advice
-
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+from tests.make import QUICKSTART
 
 
 @pytest.mark.parametrize(

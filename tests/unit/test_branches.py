@@ -12,15 +12,13 @@ from asyncrl.config.load import load_recipe
 from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.queue.group_files import ARRAYS, load_groups, load_partials, save_groups, save_partials
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
-from asyncrl.queue.message_queue import MessageQueue, QueueSpec
+from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import LeaseManifest, PartialGroup, PartialTrajectory, Segment, Ticket, TrajectoryGroup
-from tests.make import group, trajectory
-from tests.unit.test_recipes import QUICKSTART
+from tests.make import QUICKSTART, group, queue_spec, train, trajectory
 
 ALL = "rollout.agent.train=all_branches"
-QUEUE = {"max_groups": 100, "max_attempts": 3, "max_failed_fraction": 0.5, "dynamic_sampling": False}
 
 
 def branched(*versions, seed=0, reward=0.0):
@@ -37,11 +35,12 @@ def pair(ordinal=0, attempt=0):
 
 
 def assert_same(a, b):
-    assert len(a.sequences) == len(b.sequences)
+    assert (a.ordinal, a.attempt, len(a.sequences)) == (b.ordinal, b.attempt, len(b.sequences))
     for x, y in zip(a.sequences, b.sequences, strict=True):
         assert (x.segments, x.reward, x.finish_reason) == (y.segments, y.reward, y.finish_reason)
         for name in ARRAYS:
             np.testing.assert_array_equal(getattr(x, name), getattr(y, name))
+            assert getattr(x, name).dtype == getattr(y, name).dtype
 
 
 def test_a_groups_sequences_are_its_trajectories_and_then_their_branches():
@@ -73,6 +72,8 @@ def test_branches_survive_processes_and_files(tmp_path):
         assert_same(before, sent)
         assert_same(before, loaded)
         assert before.owners == sent.owners == loaded.owners
+    save_groups(tmp_path, [])
+    assert load_groups(tmp_path) == []
     done = PartialGroup(Ticket(0, 0, 2), tuple(PartialTrajectory(done=t) for t in pair().trajectories))
     save_partials(tmp_path, [done])
     (loaded,) = load_partials(tmp_path)
@@ -120,7 +121,7 @@ def test_late_tokens_of_branches_are_masked_too():
 
 @pytest.fixture
 def spec(tmp_path):
-    return QueueSpec(groups_per_step=1, max_lag=1, events_path=tmp_path / "e.jsonl", on_overdue="mask", **QUEUE)
+    return queue_spec(tmp_path, groups_per_step=1, on_overdue="mask")
 
 
 async def put(queue, made):
@@ -128,22 +129,14 @@ async def put(queue, made):
     await queue.put(ticket, replace(made, ordinal=ticket.ordinal, attempt=ticket.attempt))
 
 
-async def trained(queue, step):
-    manifest = await queue.lease(step, 0)
-    assert isinstance(manifest, LeaseManifest), manifest
-    await queue.commit(step)
-    await queue.published(step + 1)
-    return manifest
-
-
 async def test_a_queue_bounds_the_lag_by_the_oldest_branch_and_restores_it(spec, tmp_path):
     """Group 1 is two steps late in a branch only: that branch is masked, before and after a restart."""
     queue = MessageQueue(spec)
     tickets = (await queue.admit(2, 0)).tickets
     await queue.put(tickets[0], group(0))
-    await trained(queue, 0)
+    await train(queue, 0)
     await put(queue, group(versions=(1,)))
-    await trained(queue, 1)
+    await train(queue, 1)
     late = TrajectoryGroup(1, 0, (branched((2,), (0,), reward=1.0), branched((1, 2), (1,))))
     await queue.put(tickets[1], late)
     await queue.capture([])
@@ -151,7 +144,7 @@ async def test_a_queue_bounds_the_lag_by_the_oldest_branch_and_restores_it(spec,
     restored = MessageQueue(spec)
     await restored.load(tmp_path)
     for each in (queue, restored):
-        (summary,) = (await trained(each, 2)).groups
+        (summary,) = (await train(each, 2)).groups
         assert (summary.ordinal, summary.masked_tokens, summary.lag_max) == (1, 4, 1)
         assert [n.trained for n in summary.lengths] == [4, 4, 0, 4]
         assert summary.owners == (0, 1, 0, 1)

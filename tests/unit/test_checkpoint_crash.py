@@ -14,8 +14,8 @@ import pytest
 from asyncrl.checkpoint.digests import verify
 from asyncrl.checkpoint.store import CheckpointStore, RunState, read_state
 from asyncrl.errors import StorageError
+from tests.make import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree")
 """Audit events of what touches the disk; a flush opens its file first."""
 

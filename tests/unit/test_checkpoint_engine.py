@@ -11,30 +11,17 @@ from asyncrl.inference.replica import Replica
 from asyncrl_testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer
 
 
-def engine(
-    *replicas,
-    trainer=None,
-    fleet=None,
-    interrupt="abort_resume",
-    respawn=None,
-    receivers_per_replica=1,
-    rolling=False,
-    blame_s=0.01,
-    encoding="full",
-    **config,
-):
+def engine(*replicas, trainer=None, fleet=None, respawn=None, own=None, **config):
+    """An engine of these replicas; `own`: its own arguments beside the section `weights` of a recipe."""
     trainer, fleet = trainer or FakeTrainer(), fleet or FakeFleet(*replicas, respawn=respawn)
-    made = CheckpointEngine(
-        WeightsConfig(**config),
-        trainer,
-        fleet,
-        interrupt=interrupt,
-        receivers_per_replica=receivers_per_replica,
-        rolling=rolling,
-        blame_s=blame_s,
-        encoding=encoding,
-    )
-    return made, trainer, fleet
+    arguments = {"interrupt": "abort_resume", "blame_s": 0.01, **(own or {})}
+    return CheckpointEngine(WeightsConfig(**config), trainer, fleet, **arguments), trainer, fleet
+
+
+class Slow(FakeReplica):
+    async def receive_weights(self, manifest, source, timeout_s):
+        await asyncio.sleep(0.03)
+        return await super().receive_weights(manifest, source, timeout_s)
 
 
 async def test_a_publish_pauses_sends_and_commits_on_every_replica():
@@ -53,7 +40,7 @@ async def test_a_publish_says_what_its_tensors_are_and_refuses_those_that_are_no
     made, trainer, _ = engine(FakeReplica())
     await made.publish(1)
     assert (trainer.sent[0].encoding, trainer.sent[0].base_version) == ("full", None)
-    made, trainer, _ = engine(FakeReplica(), encoding="lora")
+    made, trainer, _ = engine(FakeReplica(), own={"encoding": "lora"})
     with pytest.raises(WeightTransferError, match=r"embed\.weight(?s:.)*no factor"):
         await made.publish(1)
     assert trainer.sent == []
@@ -97,16 +84,6 @@ async def test_after_the_retries_the_replica_is_replaced_and_joins_the_next_publ
     assert (good.committed, fresh.committed) == ([3, 4], [4])
 
 
-async def test_when_the_replacement_is_wrong_too_the_run_stops_with_the_name_of_the_tensor():
-    made, _, fleet = engine(
-        FakeReplica(), FakeReplica(WRONG), max_retries=0, verify="always", respawn=lambda i: FakeReplica(WRONG)
-    )
-    await made.publish(3)
-    with pytest.raises(WeightTransferError, match=r"(?s)version 4.*replica 1.*norm\.weight"):
-        await made.publish(4)
-    assert len(fleet.failures) == 1
-
-
 async def test_a_replacement_that_got_good_weights_is_trusted_again():
     spare = [FakeReplica(), FakeReplica()]
     made, _, fleet = engine(
@@ -120,17 +97,13 @@ async def test_a_replacement_that_got_good_weights_is_trusted_again():
     assert len(fleet.failures) == 2
 
 
-@pytest.mark.parametrize("error", [ProcessDied("gone"), GenerationError("the engine of replica 1 is dead")])
-@pytest.mark.parametrize("where", ["pause", "receive", "commit"])
-async def test_a_replica_that_is_gone_is_replaced_and_the_others_are_published_to(where, error):
-    good = FakeReplica(TransferEnded("the sender ended it")) if where == "receive" else FakeReplica()
-    dead = FakeReplica(
-        *([error] if where == "receive" else []),
-        pause_error=error if where == "pause" else None,
-        commit_error=error if where == "commit" else None,
-    )
-    trainer = FakeTrainer([WeightTransferError("receiver 1 is gone")] if where == "receive" else [])
-    made, trainer, fleet = engine(good, dead, trainer=trainer)
+DEAD = ProcessDied("gone"), GenerationError("the engine of replica 1 is dead")
+
+
+@pytest.mark.parametrize("error", DEAD)
+async def test_a_replica_that_is_gone_during_a_transfer_is_replaced_and_the_others_are_published_to(error):
+    good, dead = FakeReplica(TransferEnded("the sender ended it")), FakeReplica(error)
+    made, _, fleet = engine(good, dead, trainer=FakeTrainer([WeightTransferError("receiver 1 is gone")]))
     report = await made.publish(5)
     assert (good.committed, dead.committed, report.replicas) == ([5], [], 1)
     assert [i for i, _ in fleet.failures] == [1]
@@ -193,18 +166,13 @@ async def test_newcomers_alone_are_brought_to_the_version():
 
 async def test_every_worker_of_a_replica_is_a_receiver():
     replicas = FakeReplica(), FakeReplica()
-    made, trainer, _ = engine(*replicas, receivers_per_replica=4)
+    made, trainer, _ = engine(*replicas, own={"receivers_per_replica": 4})
     await made.publish(1)
     assert trainer.opened == [8]
     assert [r.calls[1][2] for r in replicas] == [0, 4]
 
 
 async def test_publishes_do_not_overlap():
-    class Slow(FakeReplica):
-        async def receive_weights(self, manifest, source, timeout_s):
-            await asyncio.sleep(0.01)
-            return await super().receive_weights(manifest, source, timeout_s)
-
     replica = Slow()
     made, _, _ = engine(replica)
     await asyncio.gather(*(made.publish(v) for v in (1, 2, 3)))
@@ -221,7 +189,7 @@ async def test_without_any_replica_the_publish_ends_with_a_name():
 async def test_replicas_are_paused_by_the_mode_of_the_recipe():
     for interrupt, mode in (("keep", "keep"), ("drain", "drain")):
         replica = FakeReplica()
-        made, _, _ = engine(replica, interrupt=interrupt)
+        made, _, _ = engine(replica, own={"interrupt": interrupt})
         await asyncio.wait_for(made.publish(None), 5)
         assert replica.calls[0] == ("pause", mode)
 
@@ -267,9 +235,9 @@ async def test_the_replacement_of_a_replica_with_wrong_bytes_is_verified_whateve
         assert (len(fleet.failures), fresh.committed) == (1, [] if outcomes else [version])
 
 
-@pytest.mark.parametrize("error", [DeadlineExceeded("no answer within 1 s"), ValueError("what is this?")])
+@pytest.mark.parametrize("error", [*DEAD, DeadlineExceeded("no answer within 1 s"), ValueError("what is this?")])
 @pytest.mark.parametrize("where", ["pause_error", "commit_error"])
-async def test_one_replica_that_is_late_or_raises_something_foreign_is_replaced(where, error):
+async def test_one_replica_that_is_gone_or_late_or_raises_something_foreign_is_replaced(where, error):
     good, bad, fresh = FakeReplica(), FakeReplica(**{where: error}), FakeReplica()
     made, _, fleet = engine(good, bad, respawn=lambda i: fresh)
     report = await made.publish(5)
@@ -362,7 +330,7 @@ async def test_a_sender_that_hears_of_the_failure_is_not_interrupted():
             return await super().send_weights(manifest, timeout_s)
 
     good = FakeReplica(TransferEnded("the sender ended it"))
-    made, trainer, _ = engine(good, FakeReplica(ProcessDied("gone")), trainer=Hearing(), blame_s=4)
+    made, trainer, _ = engine(good, FakeReplica(ProcessDied("gone")), trainer=Hearing(), own={"blame_s": 4})
     await asyncio.wait_for(made.publish(4), 3)
     assert (good.committed, trainer.interrupted.is_set(), trainer.opened) == ([4], False, [2, 1])
 
@@ -435,7 +403,7 @@ async def test_a_pause_leaves_time_for_a_transfer_to_the_others(interrupt, share
     made, _, fleet = engine(
         Asked(),
         Asked(pause_error=DeadlineExceeded("late")),
-        interrupt=interrupt,
+        own={"interrupt": interrupt},
         transfer_timeout_s=12,
         publish_timeout_s=40,
     )
@@ -462,12 +430,17 @@ async def test_a_sender_is_interrupted_at_once_for_a_receiver_that_the_fleet_fou
             raise DeadlineExceeded("it answers too late")
 
     good = FakeReplica(TransferEnded("the sender ended it"))
-    made, trainer, fleet = engine(good, Stopped(), trainer=FakeTrainer(waits=True), blame_s=60, transfer_timeout_s=60)
+    made, trainer, fleet = engine(
+        good, Stopped(), trainer=FakeTrainer(waits=True), own={"blame_s": 60}, transfer_timeout_s=60
+    )
     report = await asyncio.wait_for(made.publish(4), 4)
     assert (trainer.interrupted.is_set(), report.replicas, good.committed) == (True, 1, [4])
 
 
 # -- rolling -----------------------------------------------------------------------------------------------------------
+
+
+ROLLING = {"rolling": True}
 
 
 async def served(made, version=0):
@@ -480,7 +453,7 @@ async def served(made, version=0):
 
 async def test_a_rolling_publish_reaches_some_at_a_time_while_the_others_are_sent_requests():
     replicas = [FakeReplica() for _ in range(5)]
-    made, trainer, fleet = engine(*replicas, rolling=True, rolling_replicas=2)
+    made, trainer, fleet = engine(*replicas, own=ROLLING, rolling_replicas=2)
     await made.publish(1)
     assert fleet.routing == [("hold", [0, 1, 2, 3, 4], None), ("committed", [0, 1, 2, 3, 4], 1)], (
         "newcomers go together"
@@ -499,14 +472,14 @@ async def test_a_rolling_publish_reaches_some_at_a_time_while_the_others_are_sen
 
 
 async def test_without_rolling_the_rollout_side_is_told_nothing():
-    made, _, fleet = engine(FakeReplica(), FakeReplica(), rolling=False, rolling_replicas=1)
+    made, _, fleet = engine(FakeReplica(), FakeReplica(), rolling_replicas=1)
     for version in (1, 2):
         assert (await made.publish(version)).attempts == 1
     assert fleet.routing == []
 
 
 async def test_the_next_rolling_publish_begins_where_the_sending_end_is_open():
-    made, trainer, fleet = engine(FakeReplica(), FakeReplica(), rolling=True)
+    made, trainer, fleet = engine(FakeReplica(), FakeReplica(), own=ROLLING)
     await served(made)
     for version in (1, 2, 3):
         await made.publish(version)
@@ -516,7 +489,7 @@ async def test_the_next_rolling_publish_begins_where_the_sending_end_is_open():
 
 async def test_a_rolling_publish_to_one_replica_is_a_publish():
     replica = FakeReplica()
-    made, trainer, fleet = engine(replica, rolling=True)
+    made, trainer, fleet = engine(replica, own=ROLLING)
     for version in (1, 2):
         report = await made.publish(version)
         assert (report.attempts, report.replicas) == (1, 1)
@@ -527,7 +500,7 @@ async def test_a_rolling_publish_to_one_replica_is_a_publish():
 
 async def test_newcomers_go_with_the_first_wave():
     replicas = [FakeReplica() for _ in range(3)]
-    made, _, fleet = engine(*replicas, rolling=True, respawn=lambda i: FakeReplica())
+    made, _, fleet = engine(*replicas, own=ROLLING, respawn=lambda i: FakeReplica())
     await served(made)
     fleet.fail(2, replicas[2], "killed")
     await made.publish(1)
@@ -541,7 +514,7 @@ async def test_newcomers_go_with_the_first_wave():
 @pytest.mark.parametrize("error", [ProcessDied("gone"), DeadlineExceeded("no answer within 1 s")])
 async def test_a_wave_that_loses_its_replica_is_followed_by_the_others(error):
     replicas = [FakeReplica() for _ in range(3)]
-    made, _, fleet = engine(*replicas, rolling=True)
+    made, _, fleet = engine(*replicas, own=ROLLING)
     await served(made)
     replicas[1].pause_error = error
     replicas[1].alive = False
@@ -553,7 +526,7 @@ async def test_a_wave_that_loses_its_replica_is_followed_by_the_others(error):
 
 async def test_one_that_got_wrong_bytes_is_sent_them_again_before_others_are_held_up():
     replicas = [FakeReplica() for _ in range(3)]
-    made, _, fleet = engine(*replicas, rolling=True, verify="always", max_retries=1)
+    made, _, fleet = engine(*replicas, own=ROLLING, verify="always", max_retries=1)
     await served(made)
     replicas[0].outcomes.append(WRONG)
     assert (await made.publish(1)).attempts == 4
@@ -565,7 +538,7 @@ async def test_one_that_got_wrong_bytes_is_sent_them_again_before_others_are_hel
 
 async def test_one_that_is_paused_goes_before_others_also_when_the_sending_end_had_to_be_closed():
     replicas = [FakeReplica() for _ in range(3)]
-    made, trainer, fleet = engine(*replicas, rolling=True, max_retries=1)
+    made, trainer, fleet = engine(*replicas, own=ROLLING, max_retries=1)
     await served(made)
     await made.publish(1)
     fleet.routing.clear()
@@ -578,7 +551,7 @@ async def test_one_that_is_paused_goes_before_others_also_when_the_sending_end_h
 async def test_a_rolling_publish_that_fails_leaves_the_others_as_they_were():
     replicas = [FakeReplica() for _ in range(3)]
     trainer = FakeTrainer()
-    made, _, fleet = engine(*replicas, trainer=trainer, rolling=True)
+    made, _, fleet = engine(*replicas, trainer=trainer, own=ROLLING)
     await served(made)
     trainer.outcomes = [(1, 2), WeightTransferError("publish tensor 3: the weights ended before it")]
     with pytest.raises(WeightTransferError, match="tensor 3"):
@@ -589,12 +562,7 @@ async def test_a_rolling_publish_that_fails_leaves_the_others_as_they_were():
 
 
 async def test_the_deadline_of_a_rolling_publish_is_for_all_waves():
-    class Slow(FakeReplica):
-        async def receive_weights(self, manifest, source, timeout_s):
-            await asyncio.sleep(0.03)
-            return await super().receive_weights(manifest, source, timeout_s)
-
-    made, _, _ = engine(*(Slow() for _ in range(20)), rolling=True, publish_timeout_s=0.1)
+    made, _, _ = engine(*(Slow() for _ in range(20)), own=ROLLING, publish_timeout_s=0.1)
     await served(made)
     with pytest.raises(DeadlineExceeded, match=r"(?s)within 0\.1 s.*after [1-9] transfer"):
         await made.publish(1)
@@ -644,10 +612,10 @@ async def test_staged_weights_that_cannot_be_loaded_are_sent_again():
     assert (report.attempts, report.replicas, once.committed, fleet.failures) == (2, 2, [3], [])
 
 
-async def test_when_the_replacement_cannot_load_them_either_the_run_stops_with_what_it_said():
-    made, _, fleet = engine(
-        FakeReplica(), Refuses(1), stage=True, max_retries=0, verify="always", respawn=lambda i: Refuses(1)
-    )
+@pytest.mark.parametrize(("bad", "stage"), [(lambda: FakeReplica(WRONG), False), (lambda: Refuses(1), True)])
+async def test_when_the_replacement_is_wrong_too_the_run_stops_with_the_name_of_the_tensor(bad, stage):
+    """Also where it cannot load what it has staged."""
+    made, _, fleet = engine(FakeReplica(), bad(), stage=stage, max_retries=0, verify="always", respawn=lambda i: bad())
     await made.publish(3)
     with pytest.raises(WeightTransferError, match=r"(?s)version 4.*replica 1.*norm\.weight"):
         await made.publish(4)
@@ -666,7 +634,7 @@ async def test_a_replica_that_does_not_adopt_is_handed_to_the_fleet_and_the_othe
 
 async def test_differences_that_cannot_be_loaded_are_followed_by_all_weights_without_a_strike():
     replica = Refuses(0)
-    made, trainer, fleet = engine(replica, stage=True, encoding="delta", max_retries=0)
+    made, trainer, fleet = engine(replica, stage=True, own={"encoding": "delta"}, max_retries=0)
     await made.publish(1)
     replica.times = 1
     report = await made.publish(2)
@@ -681,7 +649,7 @@ async def test_a_rolling_publish_that_is_staged_sends_no_request_elsewhere_befor
             return await super().receive_weights(manifest, source, timeout_s)
 
     seen = []
-    made, _, fleet = engine(Watched(), Watched(), rolling=True, stage=True)
+    made, _, fleet = engine(Watched(), Watched(), own=ROLLING, stage=True)
     await served(made)
     seen.clear()
     await made.publish(1)

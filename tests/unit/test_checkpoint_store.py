@@ -8,7 +8,7 @@ from asyncrl.checkpoint.store import FORMAT, CheckpointStore, RunState, check_re
 from asyncrl.config.load import load, load_recipe
 from asyncrl.errors import ConfigError, StorageError
 from asyncrl.types.guard import GuardState
-from tests.unit.test_recipes import QUICKSTART
+from tests.make import QUICKSTART
 
 
 def save(store, step, recipe=None):

@@ -9,8 +9,8 @@ import yaml
 
 from asyncrl.config.load import load_recipe
 from asyncrl.driver.cluster.placement import place_run
+from tests.make import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
 
 

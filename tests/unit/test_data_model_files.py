@@ -12,8 +12,8 @@ from asyncrl.data.model_files import check_model
 from asyncrl.data.tokenizer import vocabulary
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import ModelFacts
+from tests.make import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 192, "max_position_embeddings": 1024}
 
 

@@ -30,6 +30,10 @@ def save_tokenizer(directory: Path, template: str | None = TEMPLATE, eos: str | 
     return ModelConfig(path=str(directory))
 
 
+def renderer_of(model: ModelConfig) -> PromptRenderer:
+    return PromptRenderer(load_tokenizer(model), model)
+
+
 def row(content: str, role: str = "user") -> PromptRow:
     return PromptRow((ChatMessage(role, content),), "1", "test", (), "train.jsonl:4")
 
@@ -39,8 +43,7 @@ def ids(*tokens: str) -> list[int]:
 
 
 def test_a_prompt_ends_where_the_assistant_begins(tmp_path: Path) -> None:
-    model = save_tokenizer(tmp_path)
-    prompt = PromptRenderer(load_tokenizer(model), model).prompt_ids(row("a b"))
+    prompt = renderer_of(save_tokenizer(tmp_path)).prompt_ids(row("a b"))
     assert prompt.dtype == np.int32
     assert prompt.tolist() == ids("<user>", "a", "b", "<end>", "<assistant>")
 
@@ -50,7 +53,7 @@ def test_thinking_is_passed_only_when_set(tmp_path: Path) -> None:
     ends = {}
     for flag in (None, False, True):
         model = ModelConfig(path=str(tmp_path), enable_thinking=flag)
-        ends[flag] = PromptRenderer(load_tokenizer(model), model).prompt_ids(row("a"))[-1]
+        ends[flag] = renderer_of(model).prompt_ids(row("a"))[-1]
     assert ends == {None: ids("<assistant>")[0], False: ids("c")[0], True: ids("<think>")[0]}
 
 
@@ -58,7 +61,7 @@ def test_a_template_file_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, template=None)
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }} c")
     model = ModelConfig(path=str(tmp_path), chat_template=str(tmp_path / "mine.jinja"))
-    assert PromptRenderer(load_tokenizer(model), model).prompt_ids(row("a")).tolist() == ids("a", "c")
+    assert renderer_of(model).prompt_ids(row("a")).tolist() == ids("a", "c")
 
 
 def test_what_cannot_be_loaded_is_a_config_error(tmp_path: Path) -> None:
@@ -71,21 +74,16 @@ def test_what_cannot_be_loaded_is_a_config_error(tmp_path: Path) -> None:
         load_tokenizer(ModelConfig(path=str(tmp_path), chat_template=str(tmp_path / "missing.jinja")))
 
 
-def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
-    model = save_tokenizer(tmp_path)
+def test_a_row_that_the_template_refuses_or_that_cannot_be_tokenized_is_named(tmp_path: Path) -> None:
+    renderer = renderer_of(save_tokenizer(tmp_path))
     with pytest.raises(DataError, match=r"(?s)train\.jsonl:4.*only user turns"):
-        PromptRenderer(load_tokenizer(model), model).prompt_ids(row("a", role="system"))
-
-
-def test_a_row_that_cannot_be_tokenized_is_named(tmp_path: Path) -> None:
-    model = save_tokenizer(tmp_path)
+        renderer.prompt_ids(row("a", role="system"))
     with pytest.raises(DataError, match=r"the prompt of train\.jsonl:4"):
-        PromptRenderer(load_tokenizer(model), model).prompt_ids(row("a \ud83d"))
+        renderer.prompt_ids(row("a \ud83d"))
 
 
 def test_long_prompts_stop_the_run_or_are_dropped_and_counted(tmp_path: Path) -> None:
-    model = save_tokenizer(tmp_path)
-    renderer = PromptRenderer(load_tokenizer(model), model)
+    renderer = renderer_of(save_tokenizer(tmp_path))
     rows = [row("a"), row("a b c"), row("b")]
     rendered = render_rows(rows, renderer, max_prompt_tokens=4, on_long_prompt="drop")
     assert rendered.rows == (rows[0], rows[2])

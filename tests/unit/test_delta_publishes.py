@@ -1,28 +1,20 @@
 """When the checkpoint engine sends differences and when all weights, over a scripted trainer and replicas."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from asyncrl.config.load import load_recipe
-from asyncrl.config.weights import WeightsConfig
 from asyncrl.driver.memory_plan import trainer_plan
-from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import ConfigError, GenerationError, WeightTransferError
 from asyncrl.types import ModelFacts
-from asyncrl_testing.fake_fleet import WRONG, FakeFleet, FakeReplica, FakeTrainer
+from asyncrl_testing.fake_fleet import WRONG, FakeReplica, FakeTrainer
+from tests.make import QUICKSTART
+from tests.unit.test_checkpoint_engine import engine as any_engine
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 
-
-def engine(*replicas, trainer=None, fleet=None, respawn=None, rolling=False, **config):
-    trainer, fleet = trainer or FakeTrainer(), fleet or FakeFleet(*replicas, respawn=respawn)
-    config = WeightsConfig(encoding="delta", **config)
-    made = CheckpointEngine(
-        config, trainer, fleet, interrupt="abort_resume", encoding="delta", rolling=rolling, blame_s=0.01
-    )
-    return made, trainer, fleet
+def engine(*replicas, rolling=False, **options):
+    return any_engine(*replicas, encoding="delta", own={"encoding": "delta", "rolling": rolling}, **options)
 
 
 def kinds(trainer):
@@ -78,10 +70,21 @@ def unchanged(trainer):
     return encode
 
 
-async def test_a_replica_that_was_suspended_gets_all_weights_though_it_is_the_same_process():
+async def suspended(fleet, trainer):
+    """The replica is up as the same process."""
+    fleet.suspend(0)
+
+
+async def missed(fleet, trainer):
+    """A publish that this engine did not see."""
+    await trainer.encode_weights(1.0)
+
+
+@pytest.mark.parametrize("happens", [suspended, missed])
+async def test_a_replica_that_lacks_the_base_gets_all_weights(happens):
     made, trainer, fleet = engine(FakeReplica())
     await made.publish(1)
-    fleet.suspend(0)
+    await happens(fleet, trainer)
     await made.publish(2)
     assert kinds(trainer) == [("full", None), ("full", None)]
 
@@ -128,14 +131,6 @@ async def test_a_commit_that_failed_leaves_no_base():
     assert kinds(trainer) == [("full", None), ("delta", (1,)), ("full", None)]
 
 
-async def test_replicas_that_missed_a_publish_do_not_get_the_differences_after_it():
-    made, trainer, _ = engine(FakeReplica(), FakeReplica())
-    await made.publish(1)
-    await trainer.encode_weights(1.0)  # a publish that this engine did not see
-    await made.publish(2)
-    assert kinds(trainer) == [("full", None), ("full", None)]
-
-
 async def test_differences_that_are_not_smaller_are_not_sent():
     made, trainer, _ = engine(FakeReplica())
     await made.publish(1)
@@ -165,8 +160,7 @@ async def test_the_waves_of_a_rolling_publish_send_the_same_differences():
 
 
 async def test_without_the_encoding_nothing_is_encoded_or_kept():
-    trainer = FakeTrainer()
-    made = CheckpointEngine(WeightsConfig(), trainer, FakeFleet(FakeReplica()), interrupt="abort_resume")
+    made, trainer, _ = any_engine(FakeReplica())
     reports = [await made.publish(version) for version in (1, 2)]
     assert (trainer.encoded, [m.is_kept for m in trainer.sent]) == ([], [False, False])
     assert [r.sent_bytes for r in reports] == [80, 80]

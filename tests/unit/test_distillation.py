@@ -2,7 +2,6 @@
 
 import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ from asyncrl.queue.group_files import load_groups, save_groups
 from asyncrl.queue.masking import mask_older
 from asyncrl.trainer.step.batch import pack
 from asyncrl.types import Lengths, TrainSequence
-from tests.make import group, trajectory
+from tests.make import QUICKSTART, group, trajectory
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 DISTILLS = ["teacher.path=t", "algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false"]
 
 
@@ -102,15 +100,19 @@ def test_an_array_that_is_not_of_the_tokens_is_refused(extra):
         replace(trajectory(), extra=extra).normalized().validate()
 
 
-def test_a_micro_batch_has_the_teacher_at_the_trained_tokens():
-    made = [taught(trajectory(response=n, seed=n), 10 * n) for n in (3, 2)]
-    mask = np.array([True, False, True])
-    made[0] = replace(made[0], loss_mask=mask)
+def planned(made):
     plan = tuple(
         TrainSequence(0, i, 0.0, Lengths(3, len(t.response_ids), t.num_trained_tokens), owner=i)
         for i, t in enumerate(made)
     )
-    found = {(0, i): t for i, t in enumerate(made)}
+    return plan, {(0, i): t for i, t in enumerate(made)}
+
+
+def test_a_micro_batch_has_the_teacher_at_the_trained_tokens():
+    made = [taught(trajectory(response=n, seed=n), 10 * n) for n in (3, 2)]
+    mask = np.array([True, False, True])
+    made[0] = replace(made[0], loss_mask=mask)
+    plan, found = planned(made)
     options = {"predict": "trained", "device": torch.device("cpu"), "extra": ("teacher_logprobs",)}
     batch = pack(plan, found, **options)
     expected = np.concatenate([made[0].extra["teacher_logprobs"][mask], made[1].extra["teacher_logprobs"]])
@@ -127,11 +129,7 @@ def test_a_micro_batch_has_the_teacher_at_the_trained_tokens():
 def test_a_micro_batch_asks_for_the_teachers_likeliest_tokens_at_the_trained_ones():
     made = [taught(trajectory(response=n, seed=n), 10 * n, top=2) for n in (3, 0, 2)]
     made[0] = replace(made[0], loss_mask=np.array([True, False, True]))
-    plan = tuple(
-        TrainSequence(0, i, 0.0, Lengths(3, len(t.response_ids), t.num_trained_tokens), owner=i)
-        for i, t in enumerate(made)
-    )
-    found = {(0, i): t for i, t in enumerate(made)}
+    plan, found = planned(made)
     options = {"predict": "trained", "device": torch.device("cpu"), "extra": ("top_ids", "top_logprobs")}
     batch = pack(plan, found, **options)
     assert batch.tokens.others.tolist() == [[30, 31], [34, 35], [20, 21], [22, 23]]

@@ -24,71 +24,62 @@ from asyncrl.inference.engines import (
 )
 from asyncrl.types import ModelFacts
 from tests.environments import QWEN, tokenizer_with
-from tests.unit.test_recipes import ROOT
+from tests.make import QUICKSTART
 
 LENGTH = 512
 VISION = {"depth": 32, "hidden_size": 1280, "patch_size": 14}
 
+
 # config.json as the hub has it: the keys that matter, spelt and placed as in the model's own file
+def config(model_type, architecture, **keys):
+    return {"architectures": [architecture], "model_type": model_type, **keys}
+
+
 CONFIGS = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 8192},
-    "qwen3": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "max_position_embeddings": 40960,
-        "sliding_window": 256,
-        "use_sliding_window": False,
-    },
-    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128},
-    "mistral_4096": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096},
-    "mistral_256": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256},
-    "short": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 256},
-    "gemma2": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "model_type": "gemma2",
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "sliding_window": 4096,
-    },
-    "cohere": {"architectures": ["CohereForCausalLM"], "model_type": "cohere", "logit_scale": 0.0625},
-    "granite": {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 1.0},
-    "qwen2_5_vl": {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl",
-        "max_position_embeddings": 128000,
-        "use_sliding_window": False,
-        "sliding_window": 32768,
-        "vision_config": VISION,
-    },
-    "gemma3": {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
-        "text_config": {"model_type": "gemma3_text", "sliding_window": 1024, "max_position_embeddings": 131072},
-        "vision_config": VISION,
-    },
-    "jamba": {
-        "architectures": ["JambaForCausalLM"],
-        "model_type": "jamba",
-        "attn_layer_period": 8,
-        "mamba_d_state": 16,
-        "num_experts": 16,
-    },
-    "falcon_h1": {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_n_heads": 24},
-    "qwen3_next": {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-        "num_experts": 512,
-    },
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8},
-    "gpt_oss": {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 128,
-        "num_local_experts": 32,
-    },
-    "t5": {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
+    "llama": config("llama", "LlamaForCausalLM", max_position_embeddings=8192),
+    "qwen3": config(
+        "qwen3", "Qwen3ForCausalLM", max_position_embeddings=40960, sliding_window=256, use_sliding_window=False
+    ),
+    "qwen3_moe": config("qwen3_moe", "Qwen3MoeForCausalLM", num_experts=128),
+    "mistral_4096": config("mistral", "MistralForCausalLM", sliding_window=4096),
+    "mistral_256": config("mistral", "MistralForCausalLM", sliding_window=256),
+    "short": config("llama", "LlamaForCausalLM", max_position_embeddings=256),
+    "gemma2": config(
+        "gemma2", "Gemma2ForCausalLM", attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096
+    ),
+    "cohere": config("cohere", "CohereForCausalLM", logit_scale=0.0625),
+    "granite": config("granite", "GraniteForCausalLM", logits_scaling=1.0),
+    "qwen2_5_vl": config(
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        max_position_embeddings=128000,
+        vision_config=VISION,
+        use_sliding_window=False,
+        sliding_window=32768,
+    ),
+    "gemma3": config(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        text_config={"model_type": "gemma3_text", "sliding_window": 1024, "max_position_embeddings": 131072},
+        vision_config=VISION,
+    ),
+    "jamba": config("jamba", "JambaForCausalLM", attn_layer_period=8, mamba_d_state=16, num_experts=16),
+    "falcon_h1": config("falcon_h1", "FalconH1ForCausalLM", mamba_n_heads=24),
+    "qwen3_next": config(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        num_experts=512,
+    ),
+    "mixtral": config("mixtral", "MixtralForCausalLM", num_local_experts=8),
+    "gpt_oss": config(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=128,
+        num_local_experts=32,
+    ),
+    "t5": config("t5", "T5ForConditionalGeneration", is_encoder_decoder=True),
     "empty": {},
 }
 RUNS = None
@@ -142,7 +133,7 @@ def overrides(directory, engine):
 def test_a_model_that_cannot_run_ends_the_command_before_anything_starts(model_of, capsys, name, engine):
     backend, *of_engines = EXPECTED[name]
     refused = backend or of_engines[engine != "torch"]
-    recipe = str(ROOT / "recipes" / "quickstart.yaml")
+    recipe = str(QUICKSTART)
     code = main([recipe, *overrides(model_of(name), engine), "--dry-run"])
     said = capsys.readouterr().err
     if refused is RUNS:
@@ -178,13 +169,13 @@ def test_an_evaluation_asks_the_engine_and_no_backend(name):
 def test_a_reference_model_is_asked_like_the_policy(model_of):
     strange = model_of("gemma2")
     changes = [f"algorithm.kl={{coefficient: 0.1, path: {strange}}}"]
-    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [*overrides(model_of("llama"), "torch"), *changes])
+    recipe = load_recipe(QUICKSTART, [*overrides(model_of("llama"), "torch"), *changes])
     with pytest.raises(ConfigError, match=r"train algorithm\.kl\.path=.*(?s:.)*final_logit_softcapping"):
         check_recipe(recipe, use_hub=False)
 
 
 def test_weights_are_staged_by_an_engine_that_can(model_of):
-    asked, quickstart = "weights.stage=true", ROOT / "recipes" / "quickstart.yaml"
+    asked, quickstart = "weights.stage=true", QUICKSTART
     torch, sglang = (load_recipe(quickstart, [*overrides(model_of("llama"), e), asked]) for e in ("torch", "sglang"))
     check_recipe(torch, use_hub=False)
     with pytest.raises(ConfigError, match=r"weights\.stage=true with rollout\.engine=sglang(?s:.)*torch or vllm"):

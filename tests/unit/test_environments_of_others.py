@@ -15,7 +15,7 @@ from asyncrl.environments.custom import PACKAGES
 from asyncrl.environments.observation import MAX_TEXT_CHARS, for_policy
 from asyncrl.errors import ConfigError
 from tests.environments import chat_with
-from tests.unit.test_recipes import QUICKSTART, ROOT
+from tests.make import QUICKSTART, ROOT
 
 OTHERS = ("gymnasium", "openenv", "verifiers")
 

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.commands.evaluate import _parser, load_evaluation, main
 from tests.environments import QWEN, tokenizer_with
-from tests.unit.test_recipes import ROOT
+from tests.make import ROOT
 
 REMOTE = "rollout.engine=remote rollout.remote.urls=[http://a] rollout.num_replicas=1"
 

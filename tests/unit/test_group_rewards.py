@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +16,9 @@ from asyncrl.rewards.group import build_group_reward
 from asyncrl.rewards.pairwise import bradley_terry, win_rates
 from asyncrl.rollout.judge import Judge, read_worth
 from asyncrl.types import Generation, Segment
+from tests.make import QUICKSTART
 from tools.make_tiny_model import build_tokenizer
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 ROW = PromptRow((ChatMessage("user", "What is 3 + 4?"),), "7", "arithmetic", (), "sums.jsonl:12")
 GIVEN = {}
 

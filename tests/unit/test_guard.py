@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -22,8 +21,8 @@ from asyncrl.types import LedgerCounts
 from asyncrl.types.guard import LAG_BUCKETS, LAST_OF_BUCKET, GuardState
 from asyncrl.types.metrics import Metric
 from asyncrl_testing.local import LocalActor
+from tests.make import QUICKSTART
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 SICK, BETWEEN, WELL = 2.0, 0.8, 0.1
 
 

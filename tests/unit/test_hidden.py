@@ -19,7 +19,7 @@ from asyncrl.observability.logs import configure_driver
 from asyncrl.rollout.sample_files import QuarantineFile
 from asyncrl.types import Ticket
 from asyncrl.types.events import RunFaulted
-from tests.unit.test_recipes import QUICKSTART
+from tests.make import QUICKSTART
 
 SECRET = 'hunter2 "quoted" größer'
 ROW = PromptRow((ChatMessage("user", "?"),), "-", "x", (), "f:1")

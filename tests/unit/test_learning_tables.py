@@ -3,18 +3,17 @@
 import math
 import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncrl.config.load import load_recipe
+from tests.make import QUICKSTART, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-import learning_tables as tables  # noqa: E402 the benchmarks are scripts beside each other, not a package
-import learning_under_lag as benchmark  # noqa: E402
+import learning_tables as tables
+import learning_under_lag as benchmark
 
 RECORDS = tables.records(benchmark.RECORDS)
 
@@ -50,7 +49,7 @@ def test_every_cell_of_every_part_is_a_recipe():
     cells = [cell for grid in benchmark.GRIDS.values() for cell in grid]
     assert {cell.algorithm for cell in cells} == set(benchmark.ALGORITHMS) - {"grpo_clip_kl"}
     for cell in {(c.algorithm, c.updates): c for c in cells}.values():
-        recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", cell.overrides())
+        recipe = load_recipe(QUICKSTART, cell.overrides())
         assert recipe.batch.num_minibatches == cell.updates
         assert recipe.algorithm.dual_clip == (3 if cell.algorithm in ("grpo_clip_dual", "opsm", "decoupled_ppo") else 0)
 

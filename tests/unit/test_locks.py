@@ -2,14 +2,13 @@
 
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from tests.make import ROOT
 from tools.lock import PINS, TORCH
 
-ROOT = Path(__file__).resolve().parents[2]
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

@@ -19,7 +19,7 @@ from asyncrl.observability.sinks.sink_thread import BACKLOG, SinkFeed
 from asyncrl.types import LedgerCounts
 from asyncrl.types.events import CheckpointFailed, ReplicaFailed
 from asyncrl.types.metrics import QUEUE_METRICS, REQUIRED, Metric
-from tests.unit.test_recipes import QUICKSTART
+from tests.make import QUICKSTART
 
 
 def record(step, **more):

@@ -5,7 +5,7 @@ import pytest
 from asyncrl.config.load import load_recipe
 from asyncrl.driver.fleet.model_pools import ClusterGpus, pool_gpus
 from asyncrl.errors import ConfigError
-from tests.unit.test_recipes import QUICKSTART
+from tests.make import QUICKSTART
 
 
 def recipe(*overrides):

@@ -1,7 +1,6 @@
 """Which bundles of GPUs a run asks for, where they fit, and which trainer rank goes where."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 from asyncrl.config.load import load_recipe
 from asyncrl.driver.cluster.placement import Demand, describe_demand, fit, place_run, plan_placement, words
 from asyncrl.errors import ConfigError
+from tests.make import QUICKSTART
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 NODES = st.lists(st.integers(0, 8), min_size=1, max_size=6)
 FEW = st.integers(1, 12)
 

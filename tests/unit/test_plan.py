@@ -3,7 +3,6 @@ every run."""
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,8 +15,8 @@ from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishC
 from asyncrl.plan.shared_replica import SharedReplica, SimulatedGroup, SimulatedRequest
 from asyncrl.plan.simulation import DrawnWorkload, Simulation
 from benchmarks.verl_table import ROWS, costs, prediction
+from tests.make import QUICKSTART
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 SYNC = {"max_lag": 0, "empties_queue": True, "interrupt": "drain"}
 ONE_STEP_OFF = {"max_lag": 1, "empties_queue": True, "interrupt": "drain"}
 TOKENS, STEP_S = 100.0, 0.01

@@ -20,9 +20,8 @@ from asyncrl.plan.fit import Traced, costs_of_run, measured, uncontended
 from asyncrl.plan.simulation import Simulation
 from asyncrl.report.run_files import read_run, read_spans
 from asyncrl.types.metrics import Metric
+from tests.make import QUICKSTART, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 STEPS, START, STEP_S = 20, 1_700_000_000.0, 2.0
 LATENCY_S, TOKEN_S, SHARED_S, REST_S = 0.05, 0.004, 0.0002, 0.3
 PAUSE_S = 0.2

@@ -1,7 +1,6 @@
 """The presets of configs/algorithms: each is a few lines, loads below a recipe, and says which paper it is."""
 
 import re
-from pathlib import Path
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -13,9 +12,8 @@ from asyncrl.algorithms.overlong import shaped_rewards
 from asyncrl.config.algorithm import AdvantageName, AlgorithmConfig, CorrectionName, OverlongConfig
 from asyncrl.config.load import load_recipe, presets
 from asyncrl.errors import ConfigError
+from tests.make import QUICKSTART, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 FILES = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
 every_preset = pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 

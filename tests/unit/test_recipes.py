@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,13 @@ from asyncrl.errors import ConfigError
 from asyncrl.trainer.packing import PackingRules
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
+from tests.make import QUICKSTART, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+
+def written(directory, text):
+    file = directory / "r.yaml"
+    file.write_text(f"{text}\n")
+    return file
 
 
 def test_layers_and_overrides_apply_in_order(tmp_path):
@@ -218,18 +221,16 @@ LONG = ["data.max_prompt_tokens=2048", "rollout.sampling.max_response_tokens=204
 def test_lengths_that_are_not_set_follow_from_the_limits(tmp_path, overrides, lengths):
     """No recipe has to say three times how long a trajectory is; what was resolved is in config.json, and is asked for
     again by whoever reads the recipe there."""
-    file = tmp_path / "r.yaml"
-    file.write_text("model: {path: m}\ndata: {train: t}\nalgorithm: {preset: dapo}\n")
-    recipe = load_recipe(file, overrides)
+    text = "model: {path: m}\ndata: {train: t}\nalgorithm: {preset: dapo}"
+    recipe = load_recipe(written(tmp_path, text), overrides)
     engine, trainer = getattr(recipe.rollout, recipe.rollout.engine), recipe.trainer
     found = (engine.max_model_len, trainer.max_tokens_per_microbatch, recipe.algorithm.overlong.buffer_tokens)
     assert found == lengths
     directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
     directory.write_config(recipe, asdict(recipe), "run")
-    written = tmp_path / "written.yaml"
-    written.write_text(json.dumps(json.loads(directory.config.read_text())["recipe"]))
-    assert load_recipe(written, []) == recipe
+    text = json.dumps(json.loads(directory.config.read_text())["recipe"])
+    assert load_recipe(written(tmp_path, text), []) == recipe
 
 
 @pytest.mark.parametrize("kind", ["population", "sample"])
@@ -292,9 +293,8 @@ def test_recipes_of_real_size_fit_their_gpus(name, overrides, parameters):
 
 def test_off_is_a_word_where_a_key_has_it_among_its_choices(tmp_path):
     assert load_recipe(QUICKSTART, ["weights.verify=off"]).weights.verify == "off"
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"base: {QUICKSTART}\nweights: {{verify: off}}\ndata: {{shuffle: off}}\n")
-    loaded = load_recipe(recipe, [])
+    text = f"base: {QUICKSTART}\nweights: {{verify: off}}\ndata: {{shuffle: off}}"
+    loaded = load_recipe(written(tmp_path, text), [])
     assert (loaded.weights.verify, loaded.data.shuffle) == ("off", False)
 
 
@@ -305,10 +305,8 @@ def test_a_missing_recipe_names_the_closest(tmp_path):
 
 
 def test_a_key_that_must_be_set_is_named(tmp_path):
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("data: {train: t}\n")
     with pytest.raises(ConfigError, match=r"model\.path is not set"):
-        load_recipe(recipe, [])
+        load_recipe(written(tmp_path, "data: {train: t}"), [])
 
 
 def test_bases_that_include_each_other_are_refused(tmp_path):
@@ -319,10 +317,8 @@ def test_bases_that_include_each_other_are_refused(tmp_path):
 
 
 def test_broken_yaml_is_named(tmp_path):
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("trainer: {lr: [}\n")
     with pytest.raises(ConfigError, match=r"r\.yaml"):
-        load_recipe(recipe, [])
+        load_recipe(written(tmp_path, "trainer: {lr: [}"), [])
 
 
 def test_known_keys_are_complete_paths():
@@ -378,6 +374,18 @@ def hub_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
 
 
+@pytest.fixture
+def dry_run(capsys, monkeypatch):
+    """dry_run(name, *overrides) -> the exit code, and all that was said in one line."""
+    monkeypatch.chdir(ROOT)
+
+    def call(name, *overrides):
+        code = cli.main([f"recipes/{name}.yaml", *overrides, "--dry-run"])
+        return code, " ".join("".join(capsys.readouterr()).split())
+
+    return call
+
+
 OVER_MEGATRON = [
     "trainer.backend=megatron", "trainer.num_ranks=16", "trainer.megatron.expert_parallel=8",
     "trainer.megatron.pipeline_parallel=2", "trainer.megatron.param_dtype=bfloat16", "trainer.megatron.recompute=full",
@@ -417,10 +425,9 @@ def test_a_dry_run_prints_memory_and_buckets(name, overrides, parameters, lines,
         (["trainer.device=cpu", "rollout.engine=torch", "rollout.torch.device=cpu"], False, True),
     ],
 )
-def test_a_dry_run_says_what_copies_a_publish_takes(overrides, sent, staged, hub_cache, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert cli.main(["recipes/dapo_qwen.yaml", *overrides, "--dry-run"]) == 0
-    plan = capsys.readouterr().out
+def test_a_dry_run_says_what_copies_a_publish_takes(overrides, sent, staged, hub_cache, dry_run):
+    code, plan = dry_run("dapo_qwen", *overrides)
+    assert code == 0
     assert ("sent from a copy in host memory" in plan, "staged in host memory" in plan) == (sent, staged)
 
 
@@ -455,41 +462,36 @@ def test_a_dry_run_says_what_copies_a_publish_takes(overrides, sent, staged, hub
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_layout_that_does(
-    overrides, asked, found, do, hub_cache, capsys, monkeypatch
-):
-    monkeypatch.chdir(ROOT)
-    assert cli.main(["recipes/dapo_qwen.yaml", *overrides, "--dry-run"]) == 2
-    error = " ".join(capsys.readouterr().err.split())
+def test_what_does_not_fit_is_refused_with_a_layout_that_does(overrides, asked, found, do, hub_cache, dry_run):
+    code, error = dry_run("dapo_qwen", *overrides)
+    assert code == 2
     for part in (asked, found, *do):
         assert part in error
 
 
-def test_layouts_that_experts_forbid_are_passed_over(hub_cache, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_layouts_that_experts_forbid_are_passed_over(hub_cache, dry_run):
     experts = "trainer.backend=megatron", "trainer.num_ranks=8", "trainer.megatron.expert_parallel=8"
-    assert cli.main(["recipes/grpo_qwen3_30b_a3b.yaml", *experts, "ray.gpu_memory_gib=20", "--dry-run"]) == 2
-    error = " ".join(capsys.readouterr().err.split())
+    code, error = dry_run("grpo_qwen3_30b_a3b", *experts, "ray.gpu_memory_gib=20")
+    assert code == 2
     assert "GiB before activations, and has" in error
     assert "set trainer.num_ranks=" in error
 
 
-def test_ranks_that_share_rows_are_announced_and_placed_together(hub_cache, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = ["recipes/dapo_qwen.yaml", "trainer.fsdp.context_parallel=4"]
-    assert cli.main([*words, "--dry-run"]) == 0
-    assert "4 ranks share the tokens of a micro-batch, 2 micro-batches at once" in capsys.readouterr().out
+def test_ranks_that_share_rows_are_announced_and_placed_together(hub_cache, dry_run):
+    shares = "trainer.fsdp.context_parallel=4"
+    code, plan = dry_run("dapo_qwen", shares)
+    assert code == 0
+    assert "4 ranks share the tokens of a micro-batch, 2 micro-batches at once" in plan
     for shards, together in (("2", 4), ("8", 8)):
-        recipe = load_recipe(ROOT / words[0], [words[1], f"trainer.fsdp.shard_ranks={shards}"])
+        recipe = load_recipe(ROOT / "recipes" / "dapo_qwen.yaml", [shares, f"trainer.fsdp.shard_ranks={shards}"])
         assert Demand.of(recipe).ranks_together == together
-    assert cli.main([words[0], "trainer.num_ranks=64", "trainer.fsdp.context_parallel=16", "--dry-run"]) == 2
-    assert "40 attention heads and 8 key-value heads" in " ".join(capsys.readouterr().err.split())
+    code, error = dry_run("dapo_qwen", "trainer.num_ranks=64", "trainer.fsdp.context_parallel=16")
+    assert code == 2
+    assert "40 attention heads and 8 key-value heads" in error
 
 
-def test_the_share_of_an_engine_that_decides_itself_is_its_usual_one(hub_cache, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = ["rollout.engine=sglang", "rollout.sglang.tensor_parallel_size=4", "--dry-run"]
-    assert cli.main(["recipes/dapo_qwen.yaml", *words]) == 0
+def test_the_share_of_an_engine_that_decides_itself_is_its_usual_one(hub_cache, dry_run):
+    assert dry_run("dapo_qwen", "rollout.engine=sglang", "rollout.sglang.tensor_parallel_size=4")[0] == 0
 
 
 def test_only_gpus_that_may_be_seen_count(tmp_path, monkeypatch):
@@ -507,27 +509,24 @@ def test_only_gpus_that_may_be_seen_count(tmp_path, monkeypatch):
     assert gpu_bytes(recipe) is None
 
 
-def test_more_ranks_are_advised_without_more_copies(hub_cache, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = ["trainer.num_ranks=16", "trainer.fsdp.shard_ranks=4", "--dry-run"]
-    assert cli.main(["recipes/dapo_qwen.yaml", *words]) == 2
-    error = " ".join(capsys.readouterr().err.split())
+def test_more_ranks_are_advised_without_more_copies(hub_cache, dry_run):
+    code, error = dry_run("dapo_qwen", "trainer.num_ranks=16", "trainer.fsdp.shard_ranks=4")
+    assert code == 2
     assert "trainer.num_ranks=32 trainer.fsdp.shard_ranks=null (" in error
 
 
-def test_a_layout_that_does_not_divide_a_cached_model_is_refused(hub_cache, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    words = ["trainer.megatron.tensor_parallel=16", "--dry-run"]
-    assert cli.main(["recipes/dapo_qwen_megatron.yaml", *words]) == 2
-    assert "40, the attention heads" in capsys.readouterr().err
+def test_a_layout_that_does_not_divide_a_cached_model_is_refused(hub_cache, dry_run):
+    code, error = dry_run("dapo_qwen_megatron", "trainer.megatron.tensor_parallel=16")
+    assert code == 2
+    assert "40, the attention heads" in error
 
 
 @pytest.mark.parametrize("name", ["dapo_qwen", "dapo_qwen_megatron", "grpo_qwen3_30b_a3b", "retool_qwen", "gsm8k_qwen"])
-def test_recipes_of_real_size_pass_a_dry_run(name, capsys, monkeypatch):
+def test_recipes_of_real_size_pass_a_dry_run(name, dry_run):
     """Without a GPU, the packages of one, or the hub."""
-    monkeypatch.chdir(ROOT)
-    assert cli.main([f"recipes/{name}.yaml", "--dry-run"]) == 0
-    assert "the recipe is valid" in capsys.readouterr().out
+    code, plan = dry_run(name)
+    assert code == 0
+    assert "the recipe is valid" in plan
 
 
 def test_experts_are_replayed_by_the_backend_that_can():

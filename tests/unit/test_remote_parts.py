@@ -19,7 +19,7 @@ from asyncrl.inference.remote.vllm_facts import ServerFacts
 from asyncrl.types import CollectiveSource, DiskSource, IpcSource, PartsSource, TensorSpec
 from asyncrl.weights.plan import make_manifest
 from asyncrl_testing.engine_client import make_request
-from tests.unit.test_recipes import ROOT
+from tests.make import QUICKSTART
 
 COMMON = {"endpoint": "tcp://127.0.0.1:5", "bucket_bytes": 4096, "num_receivers": 2, "epoch": 2**62, "key": "k" * 40}
 DISK = DiskSource(**COMMON, directory="/shared/publishes")
@@ -129,7 +129,7 @@ RELOAD = (*REMOTE, "rollout.remote.weights=reload")
 
 
 def recipe(*overrides):
-    return load_recipe(ROOT / "recipes" / "quickstart.yaml", list(overrides))
+    return load_recipe(QUICKSTART, list(overrides))
 
 
 def test_each_replica_has_the_server_of_its_number():

@@ -5,16 +5,11 @@ import time
 import pytest
 
 from asyncrl.config.rewards import RewardConfig
-from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards import build_reward
 from asyncrl.rewards.math_equivalence import equivalent
 from asyncrl.rewards.multiple_choice import chosen_letter
 from asyncrl.rewards.numeric import last_number
-
-
-def row(truth: str) -> PromptRow:
-    return PromptRow((ChatMessage("user", "?"),), truth, "test", (), "f:1")
-
+from tests.make import row
 
 # -- meaning -----------------------------------------------------------------------------------------------------------
 

@@ -5,12 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards.math import check_truth, final_answer, math_reward, same_answer
-
-
-def row(truth: str) -> PromptRow:
-    return PromptRow((ChatMessage("user", "?"),), truth, "test", (), "f:1")
+from tests.make import row
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.rewards import CodeRewardConfig, RemoteRewardConfig, RewardConfig
-from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.rewards import REWARDS, RewardResult, build_reward, check_rows
+from tests.make import row
 
-ROW = PromptRow((ChatMessage("user", "?"),), "four  legs", "test", (), "f:1")
+ROW = row("four  legs")
 
 CUSTOM = """
 import asyncio

@@ -6,10 +6,23 @@ from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.step.loop import learning_rate
 
 
-def test_linear_falls_evenly_from_the_peak_to_its_share():
-    config = TrainerConfig(lr=8.0, warmup_steps=2, schedule="linear", decay_steps=6, min_lr_fraction=0.25)
-    rates = [learning_rate(config, s, 100) for s in range(9)]
-    assert rates == pytest.approx([4.0, 8.0, 8.0, 6.5, 5.0, 3.5, 2.0, 2.0, 2.0])
+@pytest.mark.parametrize(
+    ("options", "max_steps", "rates"),
+    [
+        ({"lr": 8.0, "warmup_steps": 4}, 100, [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]),
+        ({"lr": 3.0, "warmup_steps": 0}, 100, [3.0]),
+        ({"lr": 4.0, "warmup_steps": 4, "schedule": "linear"}, 3, [1.0, 2.0, 3.0, 4.0]),
+        (
+            {"lr": 8.0, "warmup_steps": 2, "schedule": "linear", "decay_steps": 6, "min_lr_fraction": 0.25},
+            100,
+            [4.0, 8.0, 8.0, 6.5, 5.0, 3.5, 2.0, 2.0, 2.0],
+        ),
+    ],
+    ids=["constant", "without warm-up", "a run that ends within its warm-up", "linear"],
+)
+def test_the_rates_rise_to_the_peak_and_fall_evenly_to_its_share(options, max_steps, rates):
+    config = TrainerConfig(**options)
+    assert [learning_rate(config, step, max_steps) for step in range(len(rates))] == pytest.approx(rates, rel=1e-12)
 
 
 def test_cosine_is_flat_at_both_ends_and_half_way_in_the_middle():
@@ -31,26 +44,12 @@ def test_the_warm_up_waits_for_the_first_step_that_trains():
     assert rates == pytest.approx([0, 0, 0, 4, 8, 8, 6, 4, 2, 0])
 
 
-def test_a_run_that_ends_within_its_warm_up_only_rises():
-    rates = [learning_rate(TrainerConfig(lr=4.0, warmup_steps=4, schedule="linear"), s, 3) for s in range(4)]
-    assert rates == [1.0, 2.0, 3.0, 4.0]
-
-
 def test_the_end_of_the_run_is_the_end_unless_the_recipe_says_otherwise():
     config = TrainerConfig(lr=1.0, schedule="linear", warmup_steps=0)
     assert learning_rate(config, 50, 100) == pytest.approx(0.5)
     assert learning_rate(config, 50, 100, peak=3.0) == pytest.approx(1.5)
     early = TrainerConfig(lr=1.0, schedule="linear", decay_steps=50)
     assert learning_rate(early, 50, 100) == 0
-
-
-def test_warm_up_is_linear_and_ends_at_the_peak():
-    config = TrainerConfig(lr=8.0, warmup_steps=4)
-    assert [learning_rate(config, s, 100) for s in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
-
-
-def test_without_warm_up_the_first_step_has_the_peak():
-    assert learning_rate(TrainerConfig(lr=3.0, warmup_steps=0), 0, 100) == 3.0
 
 
 def test_steps_count_from_zero():

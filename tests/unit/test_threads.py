@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,8 @@ from asyncrl.config.threads import local_cores, rank_threads, trainer_threads
 from asyncrl.driver import actors
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.trainer_spec import TrainerSpec
+from tests.make import QUICKSTART
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 MODES = st.sampled_from(["sync", "one_step_off", "fully_async"])
 COUNTS = {
     "cores": st.integers(1, 256),

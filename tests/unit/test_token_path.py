@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import weakref
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -23,8 +22,7 @@ from asyncrl.remote.garbage import PauselessCollector
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.replica_link import COLLECT_S, COLLECT_SHARE, collection_interval_s
 from asyncrl.types import TokenChunk
-
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
+from tests.make import QUICKSTART
 
 
 @st.composite

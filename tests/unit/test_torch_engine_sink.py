@@ -10,29 +10,27 @@ from hypothesis import strategies as st
 from asyncrl.errors import WeightTransferError
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import TensorSpec
+from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.transport import DirectSink
-
-
-def spec_of(name, tensor):
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(name, tuple(tensor.shape), dtype, tensor.numel() * tensor.element_size())
-
 
 CPU = torch.device("cpu")
 
 
-def send(sink, name, tensor, cuts=()):
-    spec, data = spec_of(name, tensor), tensor.contiguous().view(-1).view(torch.uint8)
+def sliced(name, tensor, cuts):
+    spec = spec_of(name, tensor)
     edges = sorted({0, *(min(c, spec.nbytes) for c in cuts), spec.nbytes})
-    for start, stop in itertools.pairwise(edges):
+    return spec, byte_view(tensor), list(itertools.pairwise(edges))
+
+
+def send(sink, name, tensor, cuts=()):
+    spec, data, slices = sliced(name, tensor, cuts)
+    for start, stop in slices:
         sink.write(spec, start, data[start:stop].clone())
 
 
 def land(sink, name, tensor, cuts=()):
     """As `send`, with bytes that arrive in the parameter itself, every place asked for ahead."""
-    spec, data = spec_of(name, tensor), tensor.contiguous().view(-1).view(torch.uint8)
-    edges = sorted({0, *(min(c, spec.nbytes) for c in cuts), spec.nbytes})
-    slices = list(itertools.pairwise(edges))
+    spec, data, slices = sliced(name, tensor, cuts)
     places = [sink.destination(spec, start, stop - start, CPU) for start, stop in slices]
     for (start, stop), place in zip(slices, places, strict=True):
         place.copy_(data[start:stop])

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from asyncrl.trainer.rank_device import RankDevice
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import TrainerWorker
 from asyncrl.types import LeaseManifest
-from tests.make import group
+from tests.make import QUICKSTART, group
 
 
 class _Backend:
@@ -33,7 +32,7 @@ def _plan(*groups, step=2):
 @pytest.fixture
 def worker():
     """`ahead`: what the queue has foreseen; `asked`: what was fetched."""
-    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml", [])
+    recipe = load_recipe(QUICKSTART, [])
     asked, ahead = [], {}
 
     def fetch(keys):
@@ -107,7 +106,7 @@ def test_a_rank_beside_a_gpu_has_its_threads_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(torch.cuda, "set_device", stop)
-    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "quickstart.yaml", ["trainer.device=cuda:0"])
+    recipe = load_recipe(QUICKSTART, ["trainer.device=cuda:0"])
     with pytest.raises(Enough):
         RankDevice(TrainerSpec.of(recipe, num_threads=11), 0).join("127.0.0.1", 1, 1.0)
     assert asked == [11]

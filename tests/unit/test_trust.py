@@ -19,7 +19,7 @@ from asyncrl.commands.export import model_of
 from asyncrl.config.load import load_recipe
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
-from tests.unit.test_recipes import QUICKSTART
+from tests.make import QUICKSTART
 
 REACHES = {
     "model.trust_remote_code": True,
