@@ -14,7 +14,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 import pytest
 
 from asyncrl.environments import check_environment
@@ -24,6 +23,7 @@ from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import ScriptedSession, assert_exact, call_text, chat_with, task_of
 from tests.server_process import free_port
 from tests.unit.test_recipes import ROOT
+from tests.waiting import is_alive, until, wait_until
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
@@ -150,18 +150,14 @@ time.sleep(600)
 """
     environment = await started(agent_recipe(command=[sys.executable, "-c", hangs]))
     running = asyncio.create_task(play(environment))
-    async with asyncio.timeout(60):
-        while not (tmp_path / "pids").exists():
-            await asyncio.sleep(0.02)
+    await until((tmp_path / "pids").exists)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     began = time.monotonic()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert time.monotonic() - began < 1, "who cancels waits no longer"
-    async with asyncio.timeout(30):
-        while any(alive(pid) for pid in pids):
-            await asyncio.sleep(0.02)
+    await until(lambda: not any(map(is_alive, pids)))
 
 
 WRITES_ITS_PID = "import os, time; open({path!r}, 'w').write(str(os.getpid())); time.sleep(600)"
@@ -204,12 +200,12 @@ def owner_of(program, loop="asyncio.SelectorEventLoop()"):
 
 def test_a_program_does_not_outlive_a_rollouter_that_is_killed(tmp_path):
     owner = owner_of(WRITES_ITS_PID.format(path=str(tmp_path / "pid")))
-    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 100)
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), within_s=100)
     pid = int((tmp_path / "pid").read_text())
-    assert alive(pid)
+    assert is_alive(pid)
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    until(lambda: not alive(pid), 30)
+    wait_until(lambda: not is_alive(pid))
 
 
 @pytest.mark.slow
@@ -218,22 +214,8 @@ def test_a_rollouter_that_is_killed_before_its_reaper_knows_of_a_program_leaves_
     owner = owner_of(program, f"DiesWithItsFirstProcess({str(tmp_path / 'started')!r})")
     assert owner.wait(100) == -signal.SIGKILL
     started = int((tmp_path / "started").read_text())
-    until(lambda: not alive(started), 30)
+    wait_until(lambda: not is_alive(started))
     assert not (tmp_path / "program").exists(), "it has not run"
-
-
-def until(holds, timeout_s):
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def alive(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @asynccontextmanager

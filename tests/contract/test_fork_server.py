@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ import pytest
 
 from asyncrl.driver.cluster import fork_server, fork_worker
 from asyncrl.driver.cluster.fork_server import SOCKET_VARIABLE, WORKER, ForkServer
+from tests.waiting import is_alive, wait_until
 
 pytestmark = [
     pytest.mark.contract,
@@ -139,10 +139,7 @@ def test_a_fork_that_nobody_hears_of_does_not_go_on(place):
             socket.send_fds(asking, [b"."], [output.fileno()] * 3)
             asking.sendall(json.dumps(request).encode() + b"\n")
             assert asking.recv(7) == b"forked\n"
-        deadline = time.monotonic() + 10
-        while psutil.Process(server._process.pid).children() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not psutil.Process(server._process.pid).children()
+        wait_until(lambda: not psutil.Process(server._process.pid).children(), within_s=10)
         assert (place / "out").read_text() == ""
 
 
@@ -224,14 +221,10 @@ def test_it_ends_with_a_driver_that_is_killed_and_what_it_forked_leaves_no_zombi
     server.directory = Path(directory)
     ask(server, place, "fail")
     process = psutil.Process(int(pid))
-    deadline = time.monotonic() + 10
-    while process.children() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert process.children() == [], "not even as a zombie"
+    wait_until(lambda: not process.children(), "no child, not even as a zombie", 10)
     started.kill()
     started.wait()
-    psutil.wait_procs([process], timeout=10)
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    wait_until(lambda: not is_alive(process.pid), within_s=10)
     assert not Path(directory).exists()
 
 

@@ -9,6 +9,7 @@ from asyncrl.environments import check_environment
 from asyncrl.errors import ConfigError, DataError, DeadlineExceeded, GenerationError, ProcessDied
 from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import ScriptedSession, assert_exact, chat_with, task_of
+from tests.waiting import until
 
 pytest.importorskip("gymnasium", reason="the package gymnasium is not installed: pip install 'asyncrl[gymnasium]'")
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
@@ -151,8 +152,7 @@ async def test_episodes_of_a_process_that_ended_fail_by_name_and_the_next_one_pl
 
     session = Waits(chat_with(), "1", "2")
     other = asyncio.create_task(environment.run(guessing(60), session))
-    while not session.made:
-        await asyncio.sleep(0.01)
+    await until(lambda: session.made)
     with pytest.raises(ProcessDied, match="an action"):
         await play(environment, "die", task=guessing(60))
     gate.set()

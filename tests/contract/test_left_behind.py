@@ -18,6 +18,7 @@ from asyncrl.errors import Process, Stalled
 from asyncrl.observability import stacks
 from asyncrl.observability.failure_report import write_report
 from asyncrl.weights.lock_files import SEGMENT, SHARED_MEMORY
+from tests.waiting import is_alive, wait_until
 
 pytestmark = pytest.mark.contract
 
@@ -49,16 +50,6 @@ def start_driver(run_id, elsewhere):
     return driver, Path(scratch), Path(segment), int(child)
 
 
-def gone(pid, timeout_s=15):
-    try:
-        psutil.Process(pid).wait(timeout_s)
-    except psutil.NoSuchProcess:
-        pass
-    except psutil.TimeoutExpired:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("end", ["killed", "closed"])
 def test_nothing_is_left_of_a_run_however_its_driver_ends(tmp_path, end):
     run_id = f"test-{os.getpid()}-{end}"
@@ -73,13 +64,9 @@ def test_nothing_is_left_of_a_run_however_its_driver_ends(tmp_path, end):
             driver.stdin.write("\n")
             driver.stdin.flush()
         driver.wait(30)
-        assert gone(child)
-        deadline = time.monotonic() + 15
-        while (scratch.exists() or segment.exists() or (tmp_path / "named").exists()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not scratch.exists()
-        assert not segment.exists()
-        assert not (tmp_path / "named").exists()
+        wait_until(lambda: not is_alive(child), "the end of its child", 15)
+        for path in (scratch, segment, tmp_path / "named"):
+            wait_until(lambda path=path: not path.exists(), f"{path} is removed", 15)
     finally:
         driver.kill()
         driver.wait(10)
@@ -91,10 +78,7 @@ def test_a_segment_whose_owner_lives_is_left_alone(tmp_path):
         other, _, gone_segment, _ = start_driver(f"test-{os.getpid()}-b", tmp_path / "b")
         other.kill()
         other.wait(10)
-        deadline = time.monotonic() + 20
-        while gone_segment.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not gone_segment.exists()
+        wait_until(lambda: not gone_segment.exists(), within_s=20)
         assert segment.exists()
         assert segment.parent == SHARED_MEMORY
         assert segment.name.startswith(SEGMENT[0])

@@ -7,7 +7,6 @@ import signal
 import sys
 from contextlib import asynccontextmanager, suppress
 
-import psutil
 import pytest
 
 from asyncrl.environments import build_environment, check_environment, prompt_tools
@@ -16,6 +15,7 @@ from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import QWEN, ScriptedSession, assert_exact, call_text, chat_with, task_of, tokenizer_with
 from tests.server_process import listening
 from tests.unit.test_recipes import ROOT
+from tests.waiting import is_alive, until
 
 pytest.importorskip("mcp", reason="the package mcp is not installed: pip install 'asyncrl[mcp]'")
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
@@ -165,16 +165,14 @@ async def test_a_server_that_answers_nothing_any_more_is_started_again(started):
     with pytest.raises(ProcessDied, match="neither hang nor the list of its tools was answered within 1 s"):
         await play(environment, call_text("hang", seconds=100), "done")
     assert (await said(environment, "process_id"))[0] != before
-    assert not psutil.pid_exists(int(before)) or psutil.Process(int(before)).status() == psutil.STATUS_ZOMBIE
+    assert not is_alive(int(before))
 
 
 async def test_close_ends_the_process(started):
     environment = await started(with_server(by_command()))
     pid = int((await said(environment, "process_id"))[0])
     await environment.close()
-    async with asyncio.timeout(30):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(0.05)
+    await until(lambda: not is_alive(pid), within_s=30)
 
 
 async def test_a_server_gets_the_variables_that_the_recipe_names_and_no_others(started, monkeypatch):

@@ -25,6 +25,7 @@ from asyncrl_testing.publishing import Publisher
 from asyncrl_testing.random_model import write_random_qwen3
 from asyncrl_testing.scripted_sglang import ScriptedSglang
 from asyncrl_testing.scripted_vllm import ScriptedVllm, facts_with
+from tests.waiting import until
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -82,11 +83,9 @@ async def serving(kind="vllm", *, real=True, script=None, server=None, **setting
             await within(engine.stop(), 20)
 
 
-async def ends(engine, *, within_s=10.0):
+async def ends(engine):
     """Waits until the engine is dead; the reason."""
-    async with asyncio.timeout(within_s):
-        while engine.health().alive:
-            await asyncio.sleep(0.01)
+    await until(lambda: not engine.health().alive, within_s=10)
     return engine.health().detail
 
 
@@ -156,9 +155,7 @@ async def test_an_abort_frees_the_place_at_the_server(kind):
         await within(engine.abort([clients[0].request.request_id]), 5)
         assert clients[0].task.done() or (await clients[0].done()).finish_reasons == ["abort"]
         await within(engine.abort(None), 5)
-        async with asyncio.timeout(5):
-            while server.engine.health().running:
-                await asyncio.sleep(0.01)
+        await until(lambda: not server.engine.health().running, within_s=5)
 
 
 # -- publishes ---------------------------------------------------------------------------------------------------------
@@ -205,8 +202,7 @@ async def test_a_server_that_loads_for_long_is_not_lost():
         await within(engine.pause("abort"))
         looks = server.looks
         async with server.busy, asyncio.timeout(10):  # the load begins while a look waits for its answer
-            while server.looks == looks:
-                await asyncio.sleep(0.01)
+            await until(lambda: server.looks > looks)
             loading = asyncio.create_task(
                 engine.load_weights(make_manifest(1, 7, SPECS, 4096), SOURCE, 20.0), name="load"
             )
@@ -287,14 +283,10 @@ async def test_sglang_keeps_no_request_whose_connection_is_gone():
     async with serving("sglang", script=FakeScript(tick_s=0.005, num_slots=1)) as (server, engine):
         first, second = (Client(engine, make_request(max_tokens=4000)) for _ in range(2))  # 20 s each
         await first.first_tokens()
-        async with asyncio.timeout(5):
-            while not server.engine.health().waiting:
-                await asyncio.sleep(0.01)
+        await until(lambda: server.engine.health().waiting, within_s=5)
         for client in (second, first):
             client.task.cancel()
-        async with asyncio.timeout(5):
-            while server.engine.health().running or server.engine.health().waiting:
-                await asyncio.sleep(0.01)
+        await until(lambda: not (server.engine.health().running or server.engine.health().waiting), within_s=5)
 
 
 @pytest.mark.parametrize("incremental", [True, False])

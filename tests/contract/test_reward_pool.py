@@ -21,6 +21,7 @@ from asyncrl.rewards import RewardResult, build_reward
 from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.workers import worker_pool
 from asyncrl.workers.worker_process import WorkerProcess
+from tests.waiting import is_alive, until
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
 
@@ -152,20 +153,6 @@ def workers(below: int | None = None) -> list[psutil.Process]:
     return found
 
 
-async def until(condition, what: str):
-    async with asyncio.timeout(SOON_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-    assert condition(), what
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +256,7 @@ async def test_a_reward_that_hangs_is_killed_with_what_it_has_started(make, modu
     assert time.monotonic() - started < 10.0
     assert str(caught.value.process) == "reward process"
     if place.exists():
-        await until(lambda: not alive(int(place.read_text())), "what it had started was left")
+        await until(lambda: not is_alive(int(place.read_text())), "what it had started was left")
     await until(lambda: len(workers()) == 2, "no new worker")
     assert len(set(workers()) & set(before)) == 1
     assert (pool.killed, pool.died, pool.answered) == (1, 0, 20)
@@ -465,7 +452,7 @@ async def test_a_worker_that_died_idle_costs_no_call(make, module):
     pool = await make(f"{module}:length", num_workers=2)
     for worker in (gone := workers()):
         worker.kill()
-    await until(lambda: not any(alive(w.pid) and not w.children() for w in gone), "they live")
+    await until(lambda: not any(is_alive(w.pid) and not w.children() for w in gone), "they live")
     await asyncio.sleep(0.1)  # the event loop is told
     results = await asyncio.gather(*(pool.score("abc", ROW) for _ in range(6)))
     assert {r.reward for r in results} == {3.0}
@@ -538,7 +525,7 @@ async def test_close_ends_calls_and_processes_at_once(make, module, tmp_path):
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(o) for o in outcomes} == {ProcessDied}
     assert workers() == []
-    await until(lambda: not alive(int(place.read_text())), "what it had started was left")
+    await until(lambda: not is_alive(int(place.read_text())), "what it had started was left")
     await pool.close()
     with pytest.raises(ProcessDied, match="were ended"):
         await pool.score("plain", ROW)
@@ -594,7 +581,7 @@ async def test_nothing_outlives_its_owner(module, tmp_path, way):
             await asyncio.wait_for(owner.wait(), SOON_S)
         else:
             owner.send_signal(getattr(signal, way))
-    await until(lambda: not any(alive(pid) for pid in left), "some of them live")
+    await until(lambda: not any(is_alive(pid) for pid in left), "some of them live")
     await until(lambda: not any(marked(tmp_path)), "something else lives")
 
 

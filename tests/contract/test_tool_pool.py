@@ -13,6 +13,7 @@ import pytest_asyncio
 from asyncrl.config.environments import ToolUseConfig
 from asyncrl.environments.toolbox import ToolPool
 from asyncrl.errors import ConfigError, ProcessDied
+from tests.waiting import is_alive, until
 
 pytestmark = pytest.mark.contract
 
@@ -65,19 +66,6 @@ async def pool():
     await made.close()
 
 
-def gone(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-async def until_gone(pid):
-    async with asyncio.timeout(60):
-        while not gone(pid):
-            await asyncio.sleep(0.01)
-
-
 async def test_a_call_that_hangs_is_killed_at_its_deadline_and_the_next_one_is_served(pool):
     before = int((await pool.call("odd", {"how": "pid"})).text)
     started = time.monotonic()
@@ -86,7 +74,7 @@ async def test_a_call_that_hangs_is_killed_at_its_deadline_and_the_next_one_is_s
     assert (result.failed, result.text) == (True, "Error: odd took more than 1 s")
     assert (await pool.call("calculator", {"expression": "6*7"})).text == "42"
     assert pool.workers.killed == 1
-    await until_gone(before)
+    await until(lambda: not is_alive(before))
     below = psutil.Process().children(recursive=True)
     assert not [p for p in below if p.pid == before]
 
@@ -109,7 +97,7 @@ async def test_what_a_tool_raises_or_exits_with_is_text_and_costs_nothing(pool):
 async def test_a_process_that_died_idle_is_replaced(pool):
     pid = int((await pool.call("odd", {"how": "pid"})).text)
     os.kill(pid, signal.SIGKILL)
-    await until_gone(pid)
+    await until(lambda: not is_alive(pid))
     assert int((await pool.call("odd", {"how": "pid"})).text) != pid
 
 
@@ -122,7 +110,7 @@ async def test_closing_ends_what_runs_and_refuses_what_waits(pool):
     for call in (running, *waiting):
         with pytest.raises(ProcessDied):
             await asyncio.wait_for(call, 5)
-    await until_gone(pid)
+    await until(lambda: not is_alive(pid))
     with pytest.raises(ProcessDied):
         await pool.call("calculator", {"expression": "1"})
 
