@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import mmap
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path
 from asyncrl.errors import ConfigError, explain
-from asyncrl.types import ModelFacts
+from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts
 
+_HEADS, _EMBEDDINGS = ("lm_head.weight", "embed_out.weight"), ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def check_model(path: str, key: str = "model.path") -> ModelFacts:
     """The facts of `path`: a directory in Hugging Face format, or a hub name, which is not looked up.
 
-    Raises ConfigError naming `key`: a directory that does not exist or lacks its config, weights or tokenizer.
+    Raises ConfigError naming `key`: a directory that does not exist, lacks its config, weights or tokenizer, or holds
+    an output layer of its own although its config ties it to the embedding.
     """
     check_path(path, key)
     directory = Path(path).expanduser()
@@ -25,6 +29,8 @@ def check_model(path: str, key: str = "model.path") -> ModelFacts:
     if directory.is_dir():
         facts = _read_config(path, asked, directory / "config.json")
         _check_weights(asked, directory)
+        if facts.sizes.tied and _has_own_head(directory):
+            raise ConfigError(explain(asked, UNTIED, HOW_TO_TIE))
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             found = f"no tokenizer in it (none of {', '.join(TOKENIZER_FILES)})"
             raise ConfigError(explain(asked, found, "save the model's tokenizer into the directory"))
@@ -84,3 +90,30 @@ def _check_weights(asked: str, directory: Path) -> None:
         if missing:
             found = f"{index.name} names {len(missing)} files that are not there, first {missing[0]}"
             raise ConfigError(explain(asked, found, "finish the download"))
+
+
+def _has_own_head(directory: Path) -> bool:
+    """True if the output layer of the safetensors files differs from the embedding."""
+    bytes_of: dict[str, memoryview] = {}
+    for file in directory.glob("*.safetensors"):
+        for name, data in _tensors(file):
+            if name.endswith(_HEADS):
+                bytes_of["head"] = data
+            elif name.endswith(_EMBEDDINGS):
+                bytes_of["embedding"] = data
+    return len(bytes_of) == 2 and bytes_of["head"] != bytes_of["embedding"]
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, memoryview]]:
+    """Name and bytes of each tensor of a safetensors file: the length of a JSON header, the header, the tensors."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        try:
+            header = json.loads(opened.read(length))
+        except ValueError:
+            return  # loading the model reports it
+        header.pop("__metadata__", None)
+        data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))[8 + length :]
+        for name, entry in header.items():
+            start, stop = entry["data_offsets"]
+            yield name, data[start:stop]

@@ -93,8 +93,8 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     check_environment(recipe)
     build_reward(recipe.reward)
     build_group_reward(recipe.reward.group)
-    notes: list[str] = []
     facts = check_model(recipe.model.path)
+    notes = [f"model.path: trained without {', '.join(facts.noise)}, as it is sampled"] * bool(facts.noise)
     renderer = None
     # A hub model is checked below, once its facts are known.
     if facts.is_local or not use_hub:

@@ -24,7 +24,7 @@ class TrainerSpec:
     ends unless `trainer.decay_steps` is set. `num_threads`: of each rank, on its node's cores. `sends_snapshots`:
     weights are sent from a copy while the rank trains. `shares_device`: an engine takes the memory of the device
     between the steps. `over_kept`: probabilities are normalised over the tokens that sampling kept. `is_alone`: no
-    replica computes while a rank does.
+    replica computes while a rank does. `max_model_len`: of the replicas, which decides rotary factors (`types.settle`).
     """
 
     model: ModelConfig
@@ -38,6 +38,7 @@ class TrainerSpec:
     shares_device: bool = False
     over_kept: bool = False
     is_alone: bool = False
+    max_model_len: int | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, *, num_threads: int = 1) -> TrainerSpec:
@@ -53,6 +54,7 @@ class TrainerSpec:
             shares_device=recipe.is_colocated,
             over_kept=recipe.rollout.sampling.keep_sets,
             is_alone=recipe.is_colocated or recipe.mode == "sync",
+            max_model_len=recipe.rollout.max_model_len,
         )
 
     def warn_of_another_length(self, then: int) -> None:

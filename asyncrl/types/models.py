@@ -19,6 +19,15 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 _OTHER_INPUTS = ("vision_config", "audio_config", "vit_config", "img_processor", "audio_processor", "mm_vision_tower")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _POSITIONS = ("max_position_embeddings", "n_positions")
+UNTIED = (
+    "config.json ties the output layer to the embedding (tie_word_embeddings), and the files hold another output layer"
+)
+HOW_TO_TIE = (
+    "set tie_word_embeddings to false in config.json if the output layer of the files counts; otherwise save the model "
+    "without it"
+)
+_NOISE = ("dropout", "pdrop", "jitter_noise")
+"""Words in the keys of noise that training code may add: dropout, and jitter of routers."""
 _RECURRENT = ("mamba_", "ssm_", "linear_conv_", "lru_", "state_size", "rescale_every")
 """How the keys begin that only models with recurrent layers have."""
 
@@ -64,6 +73,7 @@ class ModelFacts:
         has_custom_code: the model's class comes with its files.
         unusual: rare variations of a known architecture: another activation, biases, scaled rotary positions.
         quantization: how the weights in the files are quantised, such as fp8 or awq; None: they are not.
+        noise: `key=value` of dropout and jitter, which training leaves out (`settle`).
     """
 
     path: str
@@ -82,6 +92,7 @@ class ModelFacts:
     has_custom_code: bool = False
     unusual: tuple[str, ...] = ()
     quantization: str | None = None
+    noise: tuple[str, ...] = ()
     sizes: LayerSizes = LayerSizes()
 
     @property
@@ -115,6 +126,7 @@ class ModelFacts:
             has_custom_code=bool(config.get("auto_map")),
             unusual=tuple(_unusual(text)),
             quantization=_quantization(config) or _quantization(text),
+            noise=tuple(f"{key}={value:g}" for key, value in sorted(text.items()) if _is_noise(key, value)),
             sizes=LayerSizes(
                 layers=text.get("num_hidden_layers"),
                 hidden=text.get("hidden_size"),
@@ -129,6 +141,52 @@ class ModelFacts:
                 experts_per_token=text.get("num_experts_per_tok"),
             ),
         )
+
+
+def settle(config: Any, max_model_len: int | None) -> None:
+    """Makes a Hugging Face config describe one function of the tokens, whoever builds the model from it.
+
+    Dropout and jitter become 0, as in sampling. longrope takes its long factors if `max_model_len` is over
+    original_max_position_embeddings and its short ones otherwise, as in vLLM; Hugging Face decides by the longest
+    position of each pass, so that a sequence would depend on its neighbours in a packed row.
+
+    Args:
+        config: changed in place, with its text_config.
+        max_model_len: tokens of the longest sequence of the replicas; None leaves longrope as it is.
+    """
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for key, value in part.to_dict().items():
+            if _is_noise(key, value):
+                setattr(part, key, 0.0)
+        found = getattr(part, "rope_parameters", None) or {}
+        # one set of parameters, or one for each kind of layer
+        for rope in [found, *(value for value in found.values() if isinstance(value, dict))]:
+            if rope.get("rope_type") == "longrope" and max_model_len is not None:
+                switch = rope.get("original_max_position_embeddings") or part.original_max_position_embeddings
+                factors = rope["long_factor" if max_model_len > switch else "short_factor"]
+                rope["long_factor"] = rope["short_factor"] = factors
+
+
+def misfit(model: Any, loaded: Mapping[str, Any]) -> str | None:
+    """How the files of a loaded model contradict its config; None if they do not.
+
+    Args:
+        model: of Hugging Face.
+        loaded: what `from_pretrained` gives with `output_loading_info`.
+    """
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        return f"{len(missing)} of its tensors are in no file, the first is {missing[0]}: they would be random"
+    head = model.get_output_embeddings()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and head is not None and head.weight is not model.get_input_embeddings().weight:
+        return UNTIED
+    return None
+
+
+def _is_noise(key: str, value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value != 0 and key.endswith(_NOISE)
 
 
 def expert_layers_of(text: Mapping[str, Any]) -> list[int]:

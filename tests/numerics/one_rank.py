@@ -31,8 +31,8 @@ SIZES = {
 
 
 def build(path, algorithm=None, *, dtype="float32", revision=None, temperature=1.0, total_steps=1, **settings):
-    """The backend; `settings` of the trainer, and `over_kept`."""
-    over_kept = settings.pop("over_kept", False)
+    """The backend; `settings` of the trainer, and `over_kept` and `max_model_len`."""
+    over_kept, max_model_len = settings.pop("over_kept", False), settings.pop("max_model_len", None)
     spec = TrainerSpec(
         model=ModelConfig(path=str(path), inference_dtype=dtype, revision=revision),
         trainer=TrainerConfig(**{"lr": 1e-3, **settings}),
@@ -40,6 +40,7 @@ def build(path, algorithm=None, *, dtype="float32", revision=None, temperature=1
         temperature=temperature,
         total_steps=total_steps,
         over_kept=over_kept,
+        max_model_len=max_model_len,
     )
     return FsdpBackend(spec, rank=0, world_size=1, device=CPU)
 

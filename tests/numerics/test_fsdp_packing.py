@@ -7,22 +7,26 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
 )
 
 from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, GenerationError
+from asyncrl.inference.torch_engine.runner import load_model as serve
 from asyncrl.trainer.fsdp.model import Kernels, choose_attention, load_model
 from asyncrl.trainer.fsdp.optimizer import build_optimizer
 from asyncrl.trainer.step.batch import pack
@@ -50,6 +54,9 @@ MODELS = {
     "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True),
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False
+    ),
+    "seed-oss with dropout": lambda: SeedOssConfig(
+        **SIZES, head_dim=8, attention_dropout=0.2, residual_dropout=0.2, tie_word_embeddings=False
     ),
     "mistral-sliding": lambda: MistralConfig(**SIZES, sliding_window=5, tie_word_embeddings=True),
 }
@@ -99,6 +106,42 @@ def test_packed_logprobs_are_those_of_single_sequences(model_paths, name):
     lease = random_lease(0, max_response=30)
     model = AutoModelForCausalLM.from_pretrained(model_paths / name, dtype=torch.float32)
     found = build(model_paths / name).logprobs(lease.plans()[0], lease.trajectories)
+    for key, trajectory in lease.trajectories.items():
+        with torch.no_grad():
+            expected = single_logprobs(model, trajectory)
+        torch.testing.assert_close(found[key].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tied", "change", "found"),
+    [
+        (True, {"lm_head.weight": torch.ones(VOCAB_SIZE, 32)}, "config.json ties the output layer"),
+        (False, {"lm_head.weight": None}, "the first is lm_head.weight: they would be random"),
+        (True, {"model.layers.1.self_attn.q_norm.weight": None}, "q_norm.weight: they would be random"),
+    ],
+    ids=["another output layer", "no output layer", "no norm"],
+)
+def test_files_that_contradict_their_config_are_refused(tmp_path, tied, change, found):
+    config = Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=tied)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | change
+    save_file({n: t for n, t in tensors.items() if t is not None}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=found):
+        build(tmp_path)
+    with pytest.raises(GenerationError, match=found):
+        serve(ModelConfig(path=str(tmp_path)), CPU, real_weights=True, seed=0)
+
+
+@pytest.mark.parametrize(("max_model_len", "factor"), [(16, 1.0), (64, 4.0)])
+def test_rotary_factors_follow_the_longest_sequence_of_the_replicas_not_the_neighbours(tmp_path, max_model_len, factor):
+    lists = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, **lists}
+    config = Phi3Config(**SIZES, rope_parameters=rope, original_max_position_embeddings=16, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    lease = random_lease(0, max_response=30)
+    found = build(tmp_path, max_model_len=max_model_len).logprobs(lease.plans()[0], lease.trajectories)
+    config.rope_parameters |= {"short_factor": [factor] * 4, "long_factor": [factor] * 4}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32)
     for key, trajectory in lease.trajectories.items():
         with torch.no_grad():
             expected = single_logprobs(model, trajectory)
@@ -316,18 +359,6 @@ def test_the_recipe_says_in_which_dtype_logits_are_formed(model_paths, head_dtyp
     assert errors.median() < 1e-6 if head_dtype == "float32" else errors.median() > 1e-4
     means = dict(backend.train_step(plan, lease.trajectories).means)
     assert means["train/kl_reference"] == 0, "policy and reference are equal"
-
-
-@pytest.mark.parametrize("attention", ["auto", "varlen"])
-def test_a_kernel_without_dropout_does_not_train_a_model_with_it(tmp_path, monkeypatch, process_group, attention):
-    config = Qwen3Config(**SIZES, head_dim=8, attention_dropout=0.1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    monkeypatch.setattr("asyncrl.trainer.fsdp.model.choose_attention", lambda fsdp, kernels: "varlen")
-    if attention == "auto":
-        assert build(tmp_path)._policy.causal_lm.config._attn_implementation == "packed_sdpa"
-        return
-    with pytest.raises(ConfigError, match=r"attention_dropout=0\.1"):
-        build(tmp_path, fsdp=FsdpConfig(attention=attention))
 
 
 HOPPER, OLD = (9, 0), (7, 5)

@@ -3,7 +3,9 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from asyncrl.config.load import load_recipe
 from asyncrl.config.paths import MADE_BY, how_to_make, is_place
@@ -50,6 +52,42 @@ def test_a_missing_file_is_named(model: Path, missing: str, found: str) -> None:
     (model / missing).unlink()
     with pytest.raises(ConfigError, match=rf"asked: model\.path={model}\nfound: {found}"):
         check_model(str(model))
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "is_refused"),
+    [
+        ({"tie_word_embeddings": True}, {"model.embed_tokens.weight": 1, "lm_head.weight": 2}, True),
+        ({"tie_word_embeddings": True}, {"transformer.wte.weight": 1, "lm_head.weight": 2}, True),
+        ({"text_config": {"tie_word_embeddings": True}}, {"m.embed_tokens.weight": 1, "lm_head.weight": 2}, True),
+        ({"tie_word_embeddings": True}, {"model.embed_tokens.weight": 1, "lm_head.weight": 1}, False),
+        ({"tie_word_embeddings": True}, {"model.embed_tokens.weight": 1}, False),
+        ({"tie_word_embeddings": False}, {"model.embed_tokens.weight": 1, "lm_head.weight": 2}, False),
+    ],
+)
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_an_output_layer_beside_a_tied_one_is_refused(model: Path, config, tensors, is_refused, num_files) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG | config))
+    entries = [(name, np.full((3, 2), value, np.float16)) for name, value in tensors.items()]
+    for number in range(num_files):
+        save_file(dict(entries[number::num_files]), model / f"model{'-2' * number}.safetensors", {"format": "pt"})
+    if not is_refused:
+        assert check_model(str(model)).is_local
+        return
+    with pytest.raises(ConfigError, match=r"found: config.json ties(?s:.*)tie_word_embeddings to false"):
+        check_model(str(model))
+
+
+def test_dropout_is_a_fact(model: Path) -> None:
+    noise = {
+        "attention_dropout": 0.1,
+        "resid_pdrop": 0.2,
+        "router_jitter_noise": 0.01,
+        "hidden_dropout": 0,
+        "dropout": None,
+    }
+    (model / "config.json").write_text(json.dumps(CONFIG | noise))
+    assert check_model(str(model)).noise == ("attention_dropout=0.1", "resid_pdrop=0.2", "router_jitter_noise=0.01")
 
 
 def test_weights_and_tokenizer_may_have_other_names(model: Path) -> None:

@@ -44,12 +44,11 @@ def test_every_rank_gets_query_heads_with_their_own_key_heads_or_the_layout_is_r
         assert torch.equal(in_attention, share)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_rotary_positions_that_follow_the_longest_one_do_not_share_rows(kind):
+def test_rotary_positions_that_follow_the_longest_one_do_not_share_rows():
     """Each rank would see the longest position of its own run."""
-    facts = ModelFacts("m", is_local=True, unusual=(f"rotary positions of kind {kind}",))
+    facts = ModelFacts("m", is_local=True, unusual=("rotary positions of kind dynamic",))
     require_fits(trainer(6, 1), facts)
-    with pytest.raises(ConfigError, match=f"of kind {kind}(?s:.*)context_parallel to 1"):
+    with pytest.raises(ConfigError, match=r"of kind dynamic(?s:.*)context_parallel to 1"):
         require_fits(trainer(6, 3), facts)
 
 

@@ -286,7 +286,13 @@ class TorchEngine:
             self._post(lambda: self._fail_pending(f"{type(failure).__name__}: {failure}", failure))
 
     def _load(self) -> tuple[ModelRunner, DecodeLoop]:
-        model = load_model(self._config, self._device, real_weights=self._real_weights, seed=self._seed)
+        model = load_model(
+            self._config,
+            self._device,
+            max_model_len=self._settings.context_tokens,
+            real_weights=self._real_weights,
+            seed=self._seed,
+        )
         runner = ModelRunner(model, self._settings)
         with torch.inference_mode():
             runner.warm_up()

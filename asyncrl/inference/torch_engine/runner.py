@@ -17,18 +17,22 @@ from asyncrl.inference.engines import unsupported_by_torch
 from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, SlotCache, slot_attention
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
 from asyncrl.inference.torch_engine.slots import Moves
-from asyncrl.types import ModelFacts
+from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, misfit, settle
 from asyncrl.weights.experts import routers_of
 
 PREFILL_TOKENS = 1024
 """Tokens of one prefill pass, padding included: bounds its memory and how long it delays running requests."""
 
 
-def load_model(config: ModelConfig, device: torch.device, *, real_weights: bool, seed: int) -> Any:
+def load_model(
+    config: ModelConfig, device: torch.device, *, max_model_len: int | None = None, real_weights: bool, seed: int
+) -> Any:
     """Loads the model in `config.inference_dtype` on `device`, with slot attention and without gradients.
 
     Without `real_weights` only the config is read and the parameters are random (from `seed`). Computed buffers, such
-    as rotary frequencies, are correct either way.
+    as rotary frequencies, are correct either way. `max_model_len`: see `types.settle`.
+
+    Raises GenerationError: the files contradict the config.
     """
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -37,11 +41,17 @@ def load_model(config: ModelConfig, device: torch.device, *, real_weights: bool,
     hub = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     kind = {"dtype": getattr(torch, config.inference_dtype), "attn_implementation": ATTENTION_NAME}
     path = str(Path(config.path).expanduser()) if Path(config.path).expanduser().exists() else config.path
+    architecture = AutoConfig.from_pretrained(path, **hub)
+    settle(architecture, max_model_len)
     model: Any
     if real_weights:
-        model = AutoModelForCausalLM.from_pretrained(path, **hub, **kind)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path, config=architecture, output_loading_info=True, **hub, **kind
+        )
+        if why := misfit(model, loaded):
+            do = HOW_TO_TIE if why == UNTIED else "name a whole model: save it again with all of its tensors"
+            raise GenerationError(explain(f"serve {path}", why, do))
     else:
-        architecture = AutoConfig.from_pretrained(path, **hub)
         # Random weights must not change the process's own random state.
         with torch.random.fork_rng(), device:
             torch.manual_seed(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,12 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, VARLEN, register_packed_attention, varlen_kernel
 from asyncrl.trainer.fsdp.context import RowPart
 from asyncrl.trainer.fsdp.supports import check_heads, unsupported
-from asyncrl.types import ModelFacts
+from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, misfit, settle
 from asyncrl.weights.experts import MODEL_TYPES, is_fused
 
+logger = logging.getLogger(__name__)
+
+_WHOLE = "name a whole model: save it again with all of its tensors"
 FLASH_ATTENTION = "flash_attention_2"
 _AMPERE = (8, 0)
 
@@ -38,6 +42,7 @@ def load_model(
     key: str = "model.path",
     head: bool = True,
     dtype: torch.dtype = torch.float32,
+    max_model_len: int | None = None,
 ) -> PreTrainedModel:
     """The model of `model.path` on the CPU, unsharded; without `head` only the layers up to the hidden states.
 
@@ -46,10 +51,11 @@ def load_model(
 
     Args:
         key: the key of the recipe that names the model, for errors.
+        max_model_len: see `types.settle`.
 
     Raises:
-        ConfigError: the model cannot be read, its heads do not divide over the ranks that share a row, or packing would
-            break its architecture.
+        ConfigError: the model cannot be read, its files lack a tensor or contradict its config, its heads do not divide
+            over the ranks that share a row, or packing would break its architecture.
     """
     check_path(model.path, key)
     register_packed_attention()
@@ -59,11 +65,17 @@ def load_model(
     attention = choose_attention(fsdp, Kernels.of(torch.device(mesh.device_type)))
     how = {"dtype": dtype, "attn_implementation": attention}
     try:
+        config = AutoConfig.from_pretrained(model.path, **hub)
+        settle(config, max_model_len)
         if _reads(mesh):
-            found = kind.from_pretrained(model.path, **hub, **how)
+            found, loaded = kind.from_pretrained(model.path, config=config, output_loading_info=True, **hub, **how)
+            if why := misfit(found, loaded):
+                raise ConfigError(explain(f"train {key}={model.path}", why, HOW_TO_TIE if why == UNTIED else _WHOLE))
+            if unused := sorted(loaded["unexpected_keys"]):
+                text = "%s: %d tensors of the files are not used, the first is %s"
+                logger.warning(text, model.path, len(unused), unused[0])
         else:
             # Structure only: `shard` fills in the weights.
-            config = AutoConfig.from_pretrained(model.path, **hub)
             with no_init_weights():
                 found = kind.from_config(config, trust_remote_code=model.trust_remote_code, **how)
             found.tie_weights()
@@ -73,8 +85,6 @@ def load_model(
             explain(f"train {key}={model.path}", str(error), "name a directory or hub name of a causal LM")
         ) from error
     check_supported(found, head=head)
-    if attention == VARLEN:
-        _without_dropout(found, fsdp)
     check_heads(fsdp, ModelFacts.of_config(model.path, found.config.to_dict()), key)
     if fsdp.activation_checkpointing:
         found.gradient_checkpointing_enable({"use_reentrant": False})
@@ -159,19 +169,6 @@ def choose_attention(fsdp: FsdpConfig, kernels: Kernels) -> str:
             )
         )
     return fsdp.attention
-
-
-def _without_dropout(model: PreTrainedModel, fsdp: FsdpConfig) -> None:
-    """Replaces the kernel without dropout by another attention if the model uses attention dropout in training and the
-    recipe leaves the choice open. Raises ConfigError: the recipe names the kernel."""
-    dropout = getattr(model.config, "attention_dropout", 0.0) or 0.0
-    if not dropout:
-        return
-    if fsdp.attention == VARLEN:
-        found = f"the model drops attention weights in training (attention_dropout={dropout}), and this kernel cannot"
-        do = f"set trainer.fsdp.attention={PACKED_SDPA}, or attention_dropout to 0 in the model's config.json"
-        raise ConfigError(explain(f"trainer.fsdp.attention={VARLEN}", found, do))
-    model.set_attn_implementation(PACKED_SDPA)
 
 
 def check_supported(causal_lm: PreTrainedModel, *, head: bool = True) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedModel
 
 from asyncrl.config.model import ModelConfig
+from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.context import ContextRanks
@@ -92,7 +93,7 @@ class Models:
         spec = self._spec
         # Base weights under adapters never change, so they are kept in the dtype of the passes.
         kept = spec.trainer.fsdp.param_dtype if spec.trainer.lora.rank else "float32"
-        model = load_model(spec.model, spec.trainer.fsdp, self._mesh, dtype=getattr(torch, kept))
+        model = self._load(spec.model, spec.trainer.fsdp, dtype=getattr(torch, kept))
         check_routers(model, spec.algorithm.router_aux_coefficient)
         if spec.trainer.lora.rank:
             lora.add_adapters(model, spec.trainer.lora)
@@ -109,7 +110,7 @@ class Models:
         named = self._named(path)
         fsdp = replace(spec.trainer.fsdp, activation_checkpointing=False, reshard_after_forward=True)
         key = "algorithm.kl.path" if path else "model.path"
-        model = load_model(named, fsdp, self._mesh, key=key, dtype=getattr(torch, fsdp.param_dtype))
+        model = self._load(named, fsdp, key=key, dtype=getattr(torch, fsdp.param_dtype))
         self._check_vocabulary(model, f"{key}={named.path}")
         reference = Policy(model.requires_grad_(False).eval(), context=self._context, logits=self._logits)
         shard(reference, model, self._mesh, fsdp)
@@ -119,13 +120,16 @@ class Models:
         spec, path = self._spec, self._spec.algorithm.critic.path
         named = self._named(path)
         key = "algorithm.critic.path" if path else "model.path"
-        backbone = load_model(named, spec.trainer.fsdp, self._mesh, key=key, head=False)
+        backbone = self._load(named, spec.trainer.fsdp, key=key, head=False)
         self._check_vocabulary(backbone, f"{key}={named.path}")
         if spec.trainer.compile:
             compile_layers(backbone)
         critic = Critic(backbone, self._context)
         shard(critic, backbone, self._mesh, spec.trainer.fsdp)
         return critic
+
+    def _load(self, model: ModelConfig, fsdp: FsdpConfig, **how: Any) -> PreTrainedModel:
+        return load_model(model, fsdp, self._mesh, max_model_len=self._spec.max_model_len, **how)
 
     def _named(self, path: str | None) -> ModelConfig:
         """The model at `path`; `model.revision` applies to `model.path` only."""

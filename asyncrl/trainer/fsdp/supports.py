@@ -10,7 +10,7 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.types import ModelFacts
 from asyncrl.weights.experts import MODEL_TYPES
 
-_BY_LENGTH = ("longrope", "dynamic")
+_BY_LENGTH = "rotary positions of kind dynamic"
 _KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -34,12 +34,11 @@ def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
 def check_heads(fsdp: FsdpConfig, facts: ModelFacts, key: str) -> None:
     """Raises ConfigError: the ranks that share a row cannot share the attention heads of the model at `key`, or would
     rotate them differently. The message names the nearest number of ranks that can. Unknown facts are not checked."""
-    moving = [found for kind in _BY_LENGTH for found in facts.unusual if found == f"rotary positions of kind {kind}"]
-    if fsdp.context_parallel > 1 and moving:
+    if fsdp.context_parallel > 1 and _BY_LENGTH in facts.unusual:
         raise ConfigError(
             explain(
                 f"trainer.fsdp.context_parallel={fsdp.context_parallel}",
-                f"the model at {key} has {moving[0]}: they follow the longest position that a rank sees, and ranks "
+                f"the model at {key} has {_BY_LENGTH}: they follow the longest position that a rank sees, and ranks "
                 "that share a row see parts of it",
                 "set trainer.fsdp.context_parallel to 1",
             )

@@ -15,8 +15,9 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.megatron.names import Block, LocalTensor
 from asyncrl.trainer.megatron.sizes import ModelSizes
 from asyncrl.trainer.megatron.supports import unsupported
-from asyncrl.types import ModelFacts
+from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts
 
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -52,6 +53,8 @@ class PretrainedModel:
             )
         self.sizes = ModelSizes.of_config(config)
         self._open: dict[Path, Any] = {}
+        if self.sizes.tied and _HEAD in self._files and not torch.equal(self._whole(_HEAD), self._whole(_EMBEDDING)):
+            raise ConfigError(explain(self._asked, UNTIED, HOW_TO_TIE))
 
     def read_into(self, target: torch.Tensor, contents: LocalTensor) -> None:
         """Fills `target`, a rank's tensor of any dtype and device, according to `contents`. Raises ConfigError: a
@@ -70,15 +73,21 @@ class PretrainedModel:
         self._open.clear()
 
     def _slice(self, block: Block) -> torch.Tensor:
-        file = self._files.get(block.name)
+        stored, run = self._stored(block.name), slice(block.start, block.start + block.length)
+        return stored[run] if block.dim == 0 else stored[:, run]
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return self._stored(name)[:]
+
+    def _stored(self, name: str) -> Any:
+        """The tensor `name`, to be sliced. Raises ConfigError."""
+        file = self._files.get(name)
         if file is None:
-            raise self._unfit(f"it has no tensor {block.name}")
+            raise self._unfit(f"it has no tensor {name}")
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            stored = self._open[file].get_slice(block.name)
-            run = slice(block.start, block.start + block.length)
-            return stored[run] if block.dim == 0 else stored[:, run]
+            return self._open[file].get_slice(name)
         except (OSError, SafetensorError) as error:
             raise self._unfit(f"{file.name} cannot be read: {error}") from error
 
