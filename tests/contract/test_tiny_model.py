@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.data.arithmetic import LEVELS, make_problems
 from asyncrl.data.model_files import check_model
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
 from tools import make_tiny_model
+from tools.arithmetic import LEVELS, make_problems
 
 pytestmark = pytest.mark.contract
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.rewards import RewardConfig
-from asyncrl.data.arithmetic import LEVELS, Problem, is_held_out, make_equations, make_problem, make_problems, words
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards import build_reward
+from tools.arithmetic import LEVELS, Problem, is_held_out, make_equations, make_problem, make_problems, words
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_arithmetic_dataset.py"
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}

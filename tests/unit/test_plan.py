@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.plan import Forecast, Scenario, predict, read_costs, write_costs
 from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishCosts, TrainingCosts
 from asyncrl.plan.shared_replica import SharedReplica, SimulatedGroup, SimulatedRequest
-from asyncrl.plan.simulation import DrawnWorkload, Simulation
+from asyncrl.plan.simulation import Simulation, Workload
 from benchmarks.verl_table import ROWS, costs, prediction
 from tests.make import QUICKSTART
 
@@ -325,7 +325,7 @@ def test_a_run_trains_what_it_generates():
     """Nothing is lost between the draw of the lengths and the tokens of the steps."""
     scenario = Scenario(**{"groups_per_step": 4, "group_size": 2} | SYNC)
     costs = model(tokens=(10.0, 500.0))
-    drawn = DrawnWorkload(scenario, costs)
+    drawn = Workload(scenario, costs)
     for number, step in enumerate(Simulation(scenario, costs).run(3)):
         due = sum(sum(drawn.lengths(ordinal, 2)) for ordinal in range(4 * number, 4 * number + 4))
         assert step.tokens == pytest.approx(due)
