@@ -20,8 +20,8 @@ stays bounded."""
 
 
 class Feed:
-    """A bounded buffer for `num_tensors` tensors; an error on one side ends both. Created by the loader: its CUDA stream
-    on `device` then waits for the receiver's.
+    """A bounded buffer for `num_tensors` tensors; an error on one side ends both. Created by the loader: its CUDA
+    stream on `device` then waits for the receiver's.
 
     The receiver's last `offer` returns only after the loader has loaded all tensors, so that the sender sees every
     loader error.
