@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.checkpoint.store import RunState, read_state
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.checkpoint_writer import CheckpointWriter
-from asyncrl.driver.colocation import Turns
+from asyncrl.driver.colocation import Colocation
 from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.next_step import NextStep
@@ -103,14 +103,13 @@ class Coordinator:
         self._finishing = False
         """The last step is done; the remaining publish and checkpoint have their own deadlines."""
         self._shares = ReplicaShares(lambda: len(parts.replicas.table.rows))
-        self._turns = Turns(parts, self._clock)
-        self._publisher = Publisher(recipe, parts, clock=self._clock, shares=self._shares, turns=self._turns)
+        self._colocation = Colocation(parts, self._clock)
+        self._publisher = Publisher(recipe, parts, clock=self._clock, shares=self._shares, colocation=self._colocation)
         self._evaluations = Evaluations(
             recipe,
             parts,
             stop=self._stop,
-            published=lambda: self._publisher.version,
-            settle=self._publisher.settle,
+            publisher=self._publisher,
             catch_up=self._catch_up_evaluation,
         )
         self._health: dict[str, float] = {}
@@ -213,7 +212,7 @@ class Coordinator:
         self._initial = await self._evaluations.before_training() if self.step == 0 else {}
         started = await parts.replicas.stats()
         self._clock.mark(started)
-        self._turns.take_metrics(started)  # the start belongs to no step
+        self._colocation.take_metrics(started)  # the start belongs to no step
         self._clock.time.take()
         while self._ahead is not None or self._goes_on:
             if not await self._one_step():
@@ -254,7 +253,7 @@ class Coordinator:
                 return False
             waited_s = self._clock.lap()
             self._clock.time.move(manifest.overdue_wait_s, Metric.TRAINER_GROUPS, Metric.TRAINER_OVERDUE)
-        await self._turns.take(self.step)
+        await self._colocation.to_trainer(self.step)
         self._clock.start()  # the engines' time to fall asleep is not part of the optimizer step
         # Phase 2: train. The groups are leased until the commit: a crash in between trains them again from the
         # checkpoint.
@@ -348,7 +347,7 @@ class Coordinator:
             stats = await parts.replicas.stats()
         initial, self._initial = self._initial, {}
         record.values |= guarded | evaluated | {_INITIAL[name]: initial[name] for name in _INITIAL.keys() & initial}
-        record.values |= self._turns.take_metrics(stats)
+        record.values |= self._colocation.take_metrics(stats)
         record.of_time(self._clock, stats, ended.waited_s)
         record.of_server(parts.server(), self._clock)
         record.of_processes(stats, self._health)

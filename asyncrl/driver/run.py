@@ -85,16 +85,16 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
     settings = spec.recipe.ray
     with (
         ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env, forks) as cluster,
-        reserved(spec.recipe) as places,
+        reserved(spec.recipe) as placements,
     ):
         placed = spec.recipe.placed(
-            ranks_on_gpus=places.placement.rank_gpus > 0,
-            replicas_on_gpus=places.placement.replica_gpus > 0,
+            ranks_on_gpus=placements.placement.rank_gpus > 0,
+            replicas_on_gpus=placements.placement.replica_gpus > 0,
             stages=ENGINES[spec.recipe.rollout.engine].stages,
         )
         spec = replace(spec, recipe=placed)
         prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
-        current = _Run(spec, console, cluster, places, MetricsLog(spec.directory.metrics, sinks))
+        current = _Run(spec, console, cluster, placements, MetricsLog(spec.directory.metrics, sinks))
         try:
             return asyncio.run(current.run())
         finally:
@@ -105,7 +105,7 @@ class _Run:
     """One process of a run, from the start of its actors to their exit."""
 
     def __init__(
-        self, spec: RunSpec, console: Console, cluster: Cluster, places: PlacementGroups, metrics: MetricsLog
+        self, spec: RunSpec, console: Console, cluster: Cluster, placements: PlacementGroups, metrics: MetricsLog
     ) -> None:
         self._spec, self._cluster, self._metrics = spec, cluster, metrics
         self._recipe = recipe = spec.recipe
@@ -113,7 +113,7 @@ class _Run:
         live = recipe.observability.progress and console.is_terminal
         self._progress = ProgressView(console, max_steps=recipe.run.max_steps, live=live)
         self._checkpoints = CheckpointStore(spec.directory.checkpoints, recipe.checkpoint.keep)
-        self._actors = Actors(spec, cluster, places, self._events)
+        self._actors = Actors(spec, cluster, placements, self._events)
         self._coordinator: Coordinator | None = None
         self._signals: list[int] = []
         self._stopped = asyncio.Event()
