@@ -99,7 +99,8 @@ class Coordinator:
         self._staleness = StalenessPolicy(recipe.batch.groups_per_step, recipe.max_lag)
         self._guard = GuardLoop(recipe, parts.queue, parts.events)
         self._stop = asyncio.Event()
-        self._restored = asyncio.Event()
+        self.restored = asyncio.Event()
+        """Set once the start state (checkpoint or step 0) has been restored and training has begun."""
         self._finishing = False
         """The last step is done; the remaining publish and checkpoint have their own deadlines."""
         self._shares = ReplicaShares(lambda: len(parts.replicas.table.rows))
@@ -125,11 +126,6 @@ class Coordinator:
     def elapsed_s(self) -> float:
         return self._clock.elapsed_s
 
-    @property
-    def restored(self) -> bool:
-        """True once the start state (checkpoint or step 0) has been restored and training has begun."""
-        return self._restored.is_set()
-
     def stop(self) -> None:
         """Ends the run after the step in progress, with a checkpoint. Idempotent."""
         self._stop.set()
@@ -153,7 +149,7 @@ class Coordinator:
         try:
             # Phase 1: until training ends, a guard fails, or a stop comes.
             await asyncio.wait([training, stop, *guards], return_when=asyncio.FIRST_COMPLETED)
-            if self._stop.is_set() and not self._restored.is_set() and not _any_failed(training, *guards):
+            if self._stop.is_set() and not self.restored.is_set() and not _any_failed(training, *guards):
                 return  # nothing was trained: the start state remains the newest
             # Phase 2: a stop gives the step in progress `shutdown_timeout_s`; the final saves have their own deadlines.
             if self._stop.is_set() and not training.done():
@@ -208,7 +204,7 @@ class Coordinator:
         parts.checkpoints.set_aside_after(self.step)
         await self._publisher.publish(self.step)
         self._publisher.take()  # it belongs to no step
-        self._restored.set()
+        self.restored.set()
         self._initial = await self._evaluations.before_training() if self.step == 0 else {}
         started = await parts.replicas.stats()
         self._clock.mark(started)
@@ -224,11 +220,12 @@ class Coordinator:
         self._finishing = True  # the step is complete: the rest has its own deadlines
         await self._publisher.settle()
         await self._writer.last(self._state())
-        self._guard.raise_if_stopped()
+        if self._guard.stopped is not None:
+            raise self._guard.stopped
 
     @property
     def _goes_on(self) -> bool:
-        return self.step < self._recipe.run.max_steps and not (self._stop.is_set() or self._guard.has_stopped)
+        return self.step < self._recipe.run.max_steps and not (self._stop.is_set() or self._guard.stopped)
 
     def _saves_after(self, step: int) -> bool:
         every = self._recipe.checkpoint.every_steps
@@ -456,7 +453,7 @@ class Coordinator:
     async def _rollout(self) -> None:
         """Runs the rollouter once the queue is restored and the replicas serve the weights of the checkpoint. Their
         earlier weights may belong to steps that were undone."""
-        await self._restored.wait()
+        await self.restored.wait()
         await self._parts.rollouter.run()
 
     async def _watch_health(self) -> None:

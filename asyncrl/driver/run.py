@@ -190,7 +190,7 @@ class _Run:
                     return self._interrupted(coordinator.step)
                 lost = error
             else:
-                if not coordinator.restored:  # a stop before training began
+                if not coordinator.restored.is_set():  # a stop before training began
                     return self._interrupted(_step_of(start_from))
                 complete = coordinator.step >= self._recipe.run.max_steps
                 self._events.write(RunEnded("finished" if complete else "interrupted", coordinator.step))
@@ -199,8 +199,9 @@ class _Run:
             if not await self._restart(lost, coordinator.step, budget):
                 return self._interrupted(coordinator.step)
             watchdog.saw("restart", budget.total)
-            # Before `restored` nothing was trained: the checkpoint chosen at the start still counts.
-            if coordinator.restored:  # before that, the checkpoint that the user asked for is still the one to use
+            if (
+                coordinator.restored.is_set()
+            ):  # before that, the checkpoint that the user asked for is still the one to use
                 start_from = await asyncio.to_thread(self._checkpoints.latest) or self._spec.start_from
                 if start_from is not None:
                     await asyncio.to_thread(self._checkpoints.set_aside_corrupt, start_from)

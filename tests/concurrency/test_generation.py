@@ -126,7 +126,7 @@ async def test_a_lost_replica_keeps_every_token_that_was_streamed():
         await fleet.publish(0)
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
         async with asyncio.timeout(20):
-            while {p.replica_id for p in fleet.client._pending.values() if p.draft.num_tokens} != {0, 1}:
+            while {p.link.replica_id for p in fleet.client._pending.values() if p.draft.num_tokens} != {0, 1}:
                 await asyncio.sleep(0.0005)
         fleet.channels[0].die()
         generations = await asyncio.gather(*running)
