@@ -13,7 +13,7 @@ from asyncrl.errors import LedgerError, RunFailed
 from asyncrl.queue.masking import StoredGroup, summarize
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.types import EndShares, LeaseManifest, LeaseWait
-from tests.make import begun, group, queue_spec, train
+from tests.make import begun, group, put, queue_spec, train
 
 
 @pytest.fixture
@@ -30,11 +30,6 @@ async def fill(queue, count=10, **options):
     tickets = await admit(queue, count)
     await put(queue, *tickets, **options)
     return tickets
-
-
-async def put(queue, *tickets, **options):
-    for t in tickets:
-        await queue.put(t, group(t.ordinal, t.attempt, versions=(t.version,), **options))
 
 
 async def admit(queue, count=10, client=""):

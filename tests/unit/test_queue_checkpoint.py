@@ -20,7 +20,7 @@ from asyncrl.types import (
     Segment,
     Ticket,
 )
-from tests.make import group, queue_spec, train, trajectory
+from tests.make import group, put, queue_spec, train, trajectory
 
 
 @pytest.fixture
@@ -99,9 +99,7 @@ async def saved(queue, directory, partials):
 
 async def put_rest(queue):
     """All that is running but ticket 0."""
-    for t in (await queue.admit(100, 0)).tickets:
-        if t.ordinal:
-            await queue.put(t, group(t.ordinal, t.attempt, versions=(t.version,)))
+    await put(queue, *(t for t in (await queue.admit(100, 0)).tickets if t.ordinal))
 
 
 async def step(queue, number):
@@ -195,9 +193,7 @@ async def test_the_windows_are_kept(spec, queue, tmp_path):
     restored, _ = await reloaded(queue, spec, tmp_path / "a")
     shares = []
     for each in (queue, restored):
-        tickets = (await each.admit(100, 0)).tickets
-        for t in tickets:
-            await each.put(t, group(t.ordinal, t.attempt, versions=(t.version,)))
+        await put(each, *(await each.admit(100, 0)).tickets)
         await each.lease(0, 0)
         shares.append((await each.commit(0)).shares)
     assert shares == [EndShares(filtered=0.0, failed=1 / 3)] * 2

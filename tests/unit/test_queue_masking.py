@@ -9,7 +9,7 @@ from asyncrl.errors import LedgerError
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.types import LeaseWait, Segment
-from tests.make import group, queue_spec, train
+from tests.make import group, put, queue_spec, train
 
 
 @pytest.fixture
@@ -59,8 +59,7 @@ async def straggle(queue, versions):
     """Group 0 is put after two steps were trained without it; it has tokens of `versions`."""
     (late,) = (await queue.admit(1, 0)).tickets
     for step in range(2):
-        for ticket in (await queue.admit(10, 0)).tickets:
-            await queue.put(ticket, group(ticket.ordinal, versions=(ticket.version,)))
+        await put(queue, *(await queue.admit(10, 0)).tickets)
         assert (await train(queue, step)).groups[0].masked_tokens == 0
     await queue.put(late, group(late.ordinal, versions=versions))
     return await queue.lease(2, 0)
