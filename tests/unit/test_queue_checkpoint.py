@@ -91,12 +91,6 @@ def test_arrays_that_do_not_belong_to_their_description_are_refused(tmp_path):
         load_partials(tmp_path)
 
 
-async def saved(queue, directory, partials):
-    await queue.capture(partials)
-    await queue.save(directory)
-    return directory
-
-
 async def put_rest(queue):
     """All that is running but ticket 0."""
     await put(queue, *(t for t in (await queue.admit(100, 0)).tickets if t.ordinal))
@@ -110,8 +104,10 @@ async def step(queue, number):
 
 async def reloaded(queue, spec, directory, partials=()):
     """A queue from the checkpoint that this one saves, and its counts."""
+    await queue.capture([*partials])
+    await queue.save(directory)
     restored = MessageQueue(spec)
-    return restored, await restored.load(await saved(queue, directory, [*partials]))
+    return restored, await restored.load(directory)
 
 
 async def test_a_running_group_gets_its_tokens_back_once_under_its_new_ticket(spec, queue, tmp_path):
