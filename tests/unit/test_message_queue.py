@@ -78,6 +78,15 @@ async def test_a_lease_waits_for_the_last_group_and_says_what_is_missing(queue):
     assert isinstance(await asyncio.wait_for(waiting, 5), LeaseManifest)
 
 
+async def test_admission_wakes_up_with_the_publish(queue):
+    await fill(queue)
+    await queue.lease(0, 0)
+    await queue.commit(0)
+    waiting = await begun(queue.admit(10, 10))
+    await queue.published(1)
+    assert len((await asyncio.wait_for(waiting, 5)).tickets) == 2
+
+
 async def test_groups_without_signal_are_filtered_and_their_slot_is_free(spec):
     queue = MessageQueue(replace(spec, dynamic_sampling=True))
     assert len(await fill(queue, rewards=(1.0, 1.0))) == 4
