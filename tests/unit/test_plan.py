@@ -22,9 +22,7 @@ ONE_STEP_OFF = {"max_lag": 1, "empties_queue": True, "interrupt": "drain"}
 TOKENS, STEP_S = 100.0, 0.01
 
 
-def model(
-    *, training_s=1.0, publish_s=0.25, running_s=0.0, loop_s=0.05, reward_s=0.1, cores=None, tokens=(TOKENS,) * 2
-):
+def model(*, training_s=1.0, publish_s=0.25, running_s=0.0, loop_s=0.05, cores=None, tokens=(TOKENS,) * 2):
     """Every response is TOKENS long, and every decode step takes STEP_S."""
     generation = GenerationCosts(
         decode_step_s=((1, STEP_S),), prompt_tokens=20, lengths=LengthCosts(quantiles=tokens), latency_s=0.02
