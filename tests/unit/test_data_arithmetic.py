@@ -30,7 +30,6 @@ def test_the_careful_solution_is_right_step_by_step(seed: int, level: int) -> No
     assert len(equations) == level
     before = None
     for equation in equations:
-        assert equation is not None
         left, operator, right, result = equation.groups()
         assert before in (None, int(left))
         assert OPERATIONS[operator](int(left), int(right)) == int(result)
@@ -47,7 +46,6 @@ def test_bare_equations_are_right_and_in_range(seed: int) -> None:
     assert len(equations) == 100
     for text in equations:
         match = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)\.", text)
-        assert match is not None
         left, operator, right, result = int(match[1]), match[2], int(match[3]), int(match[4])
         assert OPERATIONS[operator](left, right) == result
         assert operator != "/" or left % right == 0
