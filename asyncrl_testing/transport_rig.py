@@ -363,7 +363,7 @@ class Transfer:
 
 def files_in(places: Sequence[Path], pids: Collection[int]) -> set[Path]:
     """Files of these processes' weight senders that are still in the directories."""
-    return {path for place in places for pid in pids for path in place.glob(f"asyncrl-weights-*{pid}-*")}
+    return {path for place in places for pid in pids for path in place.glob(f"asyncrl-weights*-{pid}-*")}
 
 
 def contents(weights: Weights) -> tuple[tuple[str, str, tuple[int, ...], bytes], ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,6 +52,16 @@ PLAIN = """{%- for message in messages %}
 {%- endfor %}{%- if add_generation_prompt %}{{- '[assistant]' }}{%- endif %}"""
 """Knows neither tools nor their results, and has no special token but the end of a reply."""
 
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+"""A tool, as a request to a server names it."""
+
 SPECIALS = ["<unk>", "<|im_start|>", "<|im_end|>", "</s>"]
 
 
@@ -69,6 +81,16 @@ def tokenizer_with(template: str, eos: str = "<|im_end|>") -> PreTrainedTokenize
 
 def chat_with(template: str = QWEN, eos: str = "<|im_end|>") -> Chat:
     return Chat(tokenizer_with(template, eos), ModelConfig(path="/"))
+
+
+@asynccontextmanager
+async def opened(thing):
+    """Starts it, and closes it at the end."""
+    await thing.start()
+    try:
+        yield thing
+    finally:
+        await thing.close()
 
 
 class ScriptedSession:
@@ -112,6 +134,13 @@ def task_of(prompt_ids, content="what?", **extra):
     message = ChatMessage("user", content)
     row = PromptRow((message,), "4", "test", tuple((key, json.dumps(value)) for key, value in extra.items()), "test:1")
     return SimpleNamespace(row=row, prompt_ids=np.asarray(prompt_ids, np.int32), ordinal=0, index=0)
+
+
+async def play(environment, *replies, task=None, **script):
+    """The trajectory of a policy that says `replies`, and its session."""
+    session = ScriptedSession(chat_with(), *replies, **script)
+    async with asyncio.timeout(100):
+        return await environment.run(task or task_of(session.chat.encode("what?")), session), session
 
 
 def call_text(name, **arguments):

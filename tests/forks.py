@@ -6,15 +6,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from ray._private import ray_constants
 
 from asyncrl.config.load import load_recipe
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preload import start_preloading
-
-QUICKSTART = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.yaml"
+from tests.processes import QUICKSTART
 
 
 @contextlib.contextmanager

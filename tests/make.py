@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
-from asyncrl.types import LeaseManifest, Segment, Trajectory, TrajectoryGroup
+from asyncrl.types import LeaseManifest, Segment, Ticket, Trajectory, TrajectoryGroup
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -52,6 +52,12 @@ def group(ordinal=0, attempt=0, *, rewards=(0.0, 1.0), versions=(0,)) -> Traject
 def queue_spec(directory: Path, **changes: Any) -> QueueSpec:
     """Two groups a step, with a lag of one step and two attempts, or with `changes`."""
     return replace(QueueSpec(2, 1, 100, 2, 0.1, False, directory / "events.jsonl"), **changes)
+
+
+async def put(queue: MessageQueue, *tickets: Ticket, **options: Any) -> None:
+    """A group of each ticket's version, or with `options` of `group`."""
+    for t in tickets:
+        await queue.put(t, group(t.ordinal, t.attempt, versions=(t.version,), **options))
 
 
 async def train(queue: MessageQueue, step: int) -> LeaseManifest:

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+from tests.processes import killed
+
 START_S = 300.0
 
 
@@ -27,7 +29,7 @@ def listening(*command: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A process that listens on the port that is its last argument, and that port."""
     port, deadline = free_port(), time.monotonic() + 100
     process = subprocess.Popen([*command, str(port)])
-    try:
+    with killed(process):
         while True:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
                 break
@@ -35,9 +37,6 @@ def listening(*command: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         yield process, port
-    finally:
-        process.kill()
-        process.wait()
 
 
 class ServerProcess:

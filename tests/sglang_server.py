@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
+from tests.processes import ROOT
 from tests.server_process import ServerProcess
 
-ROOT = Path(__file__).resolve().parents[1]
 FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
     "--disable-overlap-schedule", "--skip-tokenizer-init", "--incremental-streaming-output", "--stream-interval", "1",

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from asyncrl.inference.remote.vllm_facts import EXTENSION
+from tests.processes import ROOT
 from tests.server_process import ServerProcess
 
-ROOT = Path(__file__).resolve().parents[1]
 FLAGS = (
     "--dtype", "float32", "--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
     "--no-enable-chunked-prefill", "--max-num-seqs", "32", "--kv-cache-memory-bytes", str(64 << 20),

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from asyncrl.data.arithmetic import LEVELS, Problem, make_problems
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
+
 from asyncrl.data.rows import ChatMessage, PromptRow, to_record
+from tools.arithmetic import LEVELS, Problem, make_problems
 
 DATA_SOURCE = "asyncrl_arithmetic"
 

@@ -25,10 +25,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl.data import arithmetic
-from asyncrl.data.arithmetic import Problem, make_equations, make_problems, words
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
+
 from asyncrl.data.model_files import check_model
 from asyncrl.errors import ConfigError, explain
+from tools import arithmetic
+from tools.arithmetic import Problem, make_equations, make_problems, words
 
 if TYPE_CHECKING:
     import torch

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from asyncrl.data.arithmetic import is_held_out
 from asyncrl.data.rows import ChatMessage, PromptRow, to_record
 from asyncrl.environments.tools.calculator import Calculator
 from tools import make_tiny_model
+from tools.arithmetic import is_held_out
 from tools.make_tiny_model import END, MAX_THREADS, Example, Settings, build_model, warm_up
 
 if TYPE_CHECKING:

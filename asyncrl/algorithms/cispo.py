@@ -11,24 +11,13 @@ Source: MiniMax-M1 (arXiv:2506.13585) eq. 4 and 5.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from asyncrl.algorithms.loss import LossInputs, bounded_ratio, masked, masked_log_ratio
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.algorithms.loss import Clips, LossInputs, bounded_ratio, masked, masked_log_ratio
 
 
-@dataclass(frozen=True, slots=True)
-class Cispo:
+class Cispo(Clips):
     """The `Loss` of this file: weights are held in [1 - clip_low, 1 + clip_high]."""
-
-    clip_low: float
-    clip_high: float
-
-    @classmethod
-    def of(cls, config: AlgorithmConfig) -> Cispo:
-        return cls(config.clip_low, config.clip_high)
 
     def __call__(self, inputs: LossInputs) -> torch.Tensor:
         weight = self._ratio(inputs).clamp(1 - self.clip_low, 1 + self.clip_high)

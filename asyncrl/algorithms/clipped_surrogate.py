@@ -23,44 +23,10 @@ from asyncrl.algorithms.loss import LossInputs, bounded_ratio, masked, masked_lo
 from asyncrl.config.algorithm import AlgorithmConfig
 
 
-def clipped_surrogate(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float = 0.0,
-) -> torch.Tensor:
-    """Per-token clipped policy-gradient loss.
-
-    Args:
-        logprobs: [tokens] float32, log pi_theta of the sampled token.
-        old_logprobs: [tokens] float32.
-        advantages: [tokens] float32.
-        mask: [tokens] bool, True where the policy generated the token. The rest may hold anything, NaN included.
-        clip_low, clip_high: the ratio is held in [1 - clip_low, 1 + clip_high].
-        dual_clip: upper bound of the loss at negative advantage, as a multiple of |advantage|; 0: no such bound.
-
-    Returns:
-        [tokens] float32, 0 outside the mask.
-
-    Raises:
-        ValueError: lengths differ.
-    """
-    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    ratio = bounded_ratio(masked_log_ratio(logprobs, old_logprobs, mask))
-    advantages = masked(advantages, mask)
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    if dual_clip:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
-    return loss
-
-
 @dataclass(frozen=True, slots=True)
 class ClippedSurrogate:
-    """The `Loss` of this file."""
+    """The `Loss` of this file: the ratio is held in [1 - clip_low, 1 + clip_high]. `dual_clip`: upper bound of the loss
+    at negative advantage, as a multiple of |advantage|; 0: no such bound."""
 
     clip_low: float
     clip_high: float
@@ -71,15 +37,15 @@ class ClippedSurrogate:
         return cls(config.clip_low, config.clip_high, config.dual_clip)
 
     def __call__(self, inputs: LossInputs) -> torch.Tensor:
-        return clipped_surrogate(
-            inputs.logprobs,
-            inputs.old_logprobs,
-            inputs.advantages,
-            inputs.mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
+        """Raises ValueError: lengths differ."""
+        logprobs, old_logprobs, mask = inputs.logprobs, inputs.old_logprobs, inputs.mask
+        require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=inputs.advantages, mask=mask)
+        ratio = bounded_ratio(masked_log_ratio(logprobs, old_logprobs, mask))
+        advantages = masked(inputs.advantages, mask)
+        loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages)
+        if self.dual_clip:
+            loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
+        return loss
 
     def clipped(self, inputs: LossInputs) -> torch.Tensor:
         """True where the minimum takes the bound, so the gradient is 0."""

@@ -15,24 +15,13 @@ Source: GSPO (arXiv:2507.18071) eq. 5 to 7, token form eq. 13 and 14.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from asyncrl.algorithms.loss import LossInputs, bounded_ratio, masked, masked_log_ratio, sequence_means
-from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.algorithms.loss import Clips, LossInputs, bounded_ratio, masked, masked_log_ratio, sequence_means
 
 
-@dataclass(frozen=True, slots=True)
-class Gspo:
+class Gspo(Clips):
     """The `Loss` of this file with its bounds: the trajectory's ratio is held in [1 - clip_low, 1 + clip_high]."""
-
-    clip_low: float
-    clip_high: float
-
-    @classmethod
-    def of(cls, config: AlgorithmConfig) -> Gspo:
-        return cls(config.clip_low, config.clip_high)
 
     def __call__(self, inputs: LossInputs) -> torch.Tensor:
         own = masked(inputs.logprobs, inputs.mask)

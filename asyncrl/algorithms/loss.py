@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
+
+    from asyncrl.config.algorithm import AlgorithmConfig
 
 AddUp = Callable[["torch.Tensor"], "torch.Tensor"]
 """The sum of a tensor over all ranks. Collective."""
@@ -65,6 +67,18 @@ class Loss(Protocol):
         """[tokens] bool: unmasked tokens whose gradient the loss cuts or bounds because they are too far from the old
         policy."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Clips:
+    """The settings of a loss that holds a ratio in [1 - clip_low, 1 + clip_high]."""
+
+    clip_low: float
+    clip_high: float
+
+    @classmethod
+    def of(cls, config: AlgorithmConfig) -> Self:
+        return cls(config.clip_low, config.clip_high)
 
 
 class Correction(Protocol):

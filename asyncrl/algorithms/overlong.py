@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from asyncrl.config.algorithm import OverlongConfig
-from asyncrl.errors import ConfigError, explain
 
 
 def shaped_rewards(
@@ -28,10 +27,10 @@ def shaped_rewards(
     Args:
         rewards: [G].
         response_tokens: [G], length of each response, environment tokens included.
-        longest_response_tokens: L_max, of a whole trajectory: all its turns and tool results.
+        longest_response_tokens: L_max, of a whole trajectory: all its turns and tool results. A recipe refuses a longer
+            buffer: every response would be penalised.
 
     Raises:
-        ConfigError: the buffer is longer than the longest response, so that every response would be penalised.
         ValueError: lengths differ.
     """
     shaped = np.array(rewards, dtype=np.float64)
@@ -40,15 +39,6 @@ def shaped_rewards(
         raise ValueError(f"{shaped.shape} rewards for {lengths.shape} lengths")
     if config.buffer_tokens == 0:
         return shaped
-    longest = longest_response_tokens
     assert config.buffer_tokens is not None, "a recipe resolves it"
-    if config.buffer_tokens > longest:
-        raise ConfigError(
-            explain(
-                f"algorithm.overlong.buffer_tokens={config.buffer_tokens}",
-                f"a response has at most {longest} tokens: every response would be penalised",
-                f"set algorithm.overlong.buffer_tokens to about {max(1, longest // 5)}, or 0 for none",
-            )
-        )
-    over = lengths - (longest - config.buffer_tokens)
+    over = lengths - (longest_response_tokens - config.buffer_tokens)
     return shaped - config.penalty * (over / config.buffer_tokens).clip(0, 1)

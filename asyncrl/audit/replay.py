@@ -83,7 +83,7 @@ class Audit:
         self.lags: dict[int, tuple[int, int | None]] = {}
         """Trained step -> (largest lag of its groups, lag stated by its `step` event)."""
         self._saved = {each.snapshot: each for each in saved}
-        self._driver = Driver(limits, lambda text: None if self.is_lost else self._find(text))
+        self.driver = Driver(limits, lambda text: None if self.is_lost else self._find(text))
         self._next_ordinal = 0
         self._groups: dict[int, GroupNow] = {}
         self._journal: list[tuple[int, GroupNow | None]] = []
@@ -95,22 +95,13 @@ class Audit:
         self._any_announced = False
         self._unannounced: list[tuple[int, int]] = []  # (line, step)
         self._awaiting: tuple[int, int | None] | None = None  # (line, step) of a resume, until its `restored`
-        self._side_lost = False
-        self._line = 0
-
-    @property
-    def unsure(self) -> bool:
+        self.unsure = False
         """True if the queue or a trainer was lost, and nothing was restored since."""
-        return self._side_lost
+        self._line = 0
 
     @property
     def unfinished(self) -> tuple[int, ...]:
         return tuple(o for o, g in sorted(self._groups.items()) if g.state == "waiting" or g.state in STATES)
-
-    @property
-    def driver(self) -> Driver:
-        """The checker of the driver's events."""
-        return self._driver
 
     def feed(self, number: int, line: Mapping[str, Any]) -> None:
         """Replays the JSON object of line `number`. A malformed object is a finding."""
@@ -157,12 +148,12 @@ class Audit:
             return
         if self.outcome == "finished":
             self._find(f"group {ordinal} is {kind} after the run had finished")
-        self._driver.queue_acts(f"group {ordinal} is {kind}", by_rollouter=kind in ("admitted", "reissued", "ready"))
+        self.driver.queue_acts(f"group {ordinal} is {kind}", by_rollouter=kind in ("admitted", "reissued", "ready"))
         # The queue's step and version come first: the transition is judged by them.
         if step != self.step:
             self._step_differs(step)
-        if event.version != self._driver.version:
-            self._driver.saw_version(event.version, self.step)
+        if event.version != self.driver.version:
+            self.driver.saw_version(event.version, self.step)
         before = self._groups.get(ordinal)
         if kind == "admitted":
             after = self._admitted(before, ordinal, attempt, oldest)
@@ -183,28 +174,28 @@ class Audit:
         if before is None and attempt == 0:
             if ordinal != self._next_ordinal:
                 self._find(f"group {ordinal} is admitted, but the next ordinal is {self._next_ordinal}")
-            if oldest != self._driver.version:
-                self._find(f"group {ordinal} is admitted at version {oldest}; published is {self._driver.version}")
+            if oldest != self.driver.version:
+                self._find(f"group {ordinal} is admitted at version {oldest}; published is {self.driver.version}")
             self._next_ordinal = max(self._next_ordinal, ordinal + 1)
             return GroupNow("running", attempt, oldest)
         if before is None or before.state != "expired" or attempt != before.attempt + 1:
             self._find(f"group {ordinal}.{attempt} is admitted, but {_was(before)}")
-        elif oldest != self._driver.version:
-            self._find(f"group {ordinal} is admitted again at version {oldest}; published is {self._driver.version}")
+        elif oldest != self.driver.version:
+            self._find(f"group {ordinal} is admitted again at version {oldest}; published is {self.driver.version}")
         return GroupNow("waiting", attempt, oldest)
 
     def _requeued(self, before: GroupNow | None, ordinal: int, attempt: int, oldest: int) -> GroupNow:
         if before is None or before.state not in ("running", "waiting") or attempt != before.attempt + 1:
             self._find(f"group {ordinal}.{attempt} is requeued, but {_was(before)}")
-        elif oldest != min(before.version, self._driver.version):
+        elif oldest != min(before.version, self.driver.version):
             self._find(f"group {ordinal} is requeued with version {oldest}; it had {before.version}")
         return GroupNow("waiting", attempt, oldest)
 
     def _check_version(self, kind: str, ordinal: int, before: GroupNow, oldest: int) -> None:
         name = f"group {ordinal}.{before.attempt} is {kind} with version {oldest}"
         if kind == "reissued":
-            if oldest not in (before.version, self._driver.version):
-                self._find(f"{name}; it had {before.version}, published is {self._driver.version}")
+            if oldest not in (before.version, self.driver.version):
+                self._find(f"{name}; it had {before.version}, published is {self.driver.version}")
         elif kind in ("ready", "filtered"):
             if not before.version <= oldest <= self.step:
                 self._find(f"{name}, outside [its admission {before.version}, the trained steps {self.step}]")
@@ -262,7 +253,7 @@ class Audit:
 
     def _on_other(self, event: events.Event, chain: Any) -> None:
         if not isinstance(event, events.RunStarted | events.RunEnded | events.SnapshotTaken | events.SnapshotRestored):
-            self._driver.on(event, self.step)
+            self.driver.on(event, self.step)
         match event:
             case events.StepTrained() if not self.is_lost:
                 self._on_step(event.step, tuple(sorted(event.ordinals)), event.lag_max)
@@ -295,7 +286,7 @@ class Audit:
             self.outcome = "failed"
             self.troubles[f"{event.kind} {event.error}"] += 1
         elif event.kind.endswith(_TROUBLE):
-            self._side_lost |= isinstance(event, events.TrainingFailed)
+            self.unsure |= isinstance(event, events.TrainingFailed)
             self.troubles[_named(event)] += 1
         elif event.kind.endswith(("restarted", "rejoined", "_serving")):
             self.recoveries[_named(event)] += 1
@@ -311,7 +302,7 @@ class Audit:
             self.crashes += 1
         self.starts += 1
         self.outcome = "unknown"
-        self._driver.start(self.limits, resumed=event.resumed)
+        self.driver.start(self.limits, resumed=event.resumed)
         if event.resumed:
             self._awaiting = self._line, None
         else:
@@ -332,8 +323,8 @@ class Audit:
         if self.is_lost:
             return
         self._lives()
-        self._driver.queue_acts(f"snapshot {name}")
-        self._driver.snapshot(step)
+        self.driver.queue_acts(f"snapshot {name}")
+        self.driver.snapshot(step)
         if name in self._marks:
             self._find(f"snapshot {name} was taken before")
         if step != self.step or self._training:
@@ -343,7 +334,7 @@ class Audit:
             self._same_as(saved, chain)
         self._marks.pop(name, None)
         self._marks[name] = Mark(
-            self._line, len(self._journal), self.step, self._driver.version, self._next_ordinal, dict(self.counts)
+            self._line, len(self._journal), self.step, self.driver.version, self._next_ordinal, dict(self.counts)
         )
 
     def _on_restored(self, event: events.SnapshotRestored) -> None:
@@ -384,7 +375,7 @@ class Audit:
         surplus = max(0, self._held - self.step * self.limits.groups_per_step)  # kept in the last checkpoint
         if outcome == "finished" and active > surplus:
             self._find(f"the run finished with {active} groups that had not ended: {self.unfinished[:8]}")
-        self._driver.end(outcome, step)
+        self.driver.end(outcome, step)
         self.outcome = outcome
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -430,11 +421,11 @@ class Audit:
             self._marks.popitem()
         self.counts = dict(mark.counts)
         self.step, self._next_ordinal = mark.step, mark.next_ordinal
-        self._driver.undo(-1 if mark is NOTHING else mark.step, mark.version)
+        self.driver.undo(-1 if mark is NOTHING else mark.step, mark.version)
         self._forget_lags(self.step)
         self._training.clear()
         self._announced = self._awaiting = None
-        self._side_lost = self.is_lost = False
+        self.unsure = self.is_lost = False
         self.goes_back = True
         self._held = sum(self.counts[state] for state in ("running", "ready", "leased", "trained"))
         self._torn = [line for line in self._torn if line < mark.line]
@@ -457,7 +448,7 @@ class Audit:
         name = f"checkpoints/{saved.name}"
         if chain not in (None, saved.chain):
             self._find(f"{name} has another hash of this snapshot: something before it is not what was written")
-        now = self.step, self._driver.version, self._next_ordinal
+        now = self.step, self.driver.version, self._next_ordinal
         if now != (saved.step, saved.version, saved.next_ordinal):
             found = saved.step, saved.version, saved.next_ordinal
             self._find(f"{name} has (step, version, next ordinal) {found}; by the events it is {now}")

@@ -57,7 +57,12 @@ class RunDirectory:
         if resume == "auto":
             return store.latest(self._verifier.damage)
         if resume != "never":
-            return self._named(Path(resume).resolve())
+            checkpoint = Path(resume).resolve()
+            if (wrong := self._verifier.damage(checkpoint)) is not None:
+                do = "name a directory runs/<name>/checkpoints/step_<n>, or resume=auto for the newest intact one"
+                found = f"it is not an intact checkpoint: {wrong}"
+                raise ConfigError(explain(f"resume from {checkpoint}", found, do))
+            return checkpoint
         if self.config.exists():
             latest = next(reversed(store.all()), None)
             held = f"a run with its last checkpoint at {latest.name}" if latest else "a run without a checkpoint"
@@ -78,17 +83,6 @@ class RunDirectory:
         if not trained:
             self.config.unlink(missing_ok=True)
         return not trained
-
-    def _named(self, checkpoint: Path) -> Path:
-        if (wrong := self._verifier.damage(checkpoint)) is not None:
-            raise ConfigError(
-                explain(
-                    f"resume from {checkpoint}",
-                    f"it is not an intact checkpoint: {wrong}",
-                    "name a directory runs/<name>/checkpoints/step_<n>, or resume=auto for the newest intact one",
-                )
-            )
-        return checkpoint
 
     def lock(self, command: str) -> None:
         """Locks the directory for this process until it exits. Raises ConfigError if another process holds the lock."""

@@ -21,6 +21,8 @@ from asyncrl.trainer.training_state import MODELS
 from asyncrl.types import ModelFacts
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from asyncrl.trainer.training_state import TrainingState
 
 
@@ -91,7 +93,7 @@ def _configs(
         if name == "critic" and path != model.path and is_hub_model(path) and not trust_run:
             said = f"its config.json says algorithm.critic.path={path}: a model of the hub"
             raise ConfigError(explain(asked, said, f"pass {TRUST_RUN} if the run is yours or of somebody you trust"))
-        config = _config(path, model, asked)
+        config = read_config(path, model, asked).to_dict()
         require_trains(to, ModelFacts.of_config(path, config))
         rows = shapes.get("model.embed_tokens.weight", ())
         here = (config.get("vocab_size"), config.get("hidden_size"))
@@ -111,12 +113,13 @@ def _critic_path(found: FoundCheckpoint) -> str | None:
     return section if isinstance(section, str) else None
 
 
-def _config(path: str, model: ModelConfig, asked: str) -> dict[str, Any]:
+def read_config(path: str, model: ModelConfig, asked: str) -> PretrainedConfig:
+    """The config of `model`, or of another one at `path`. Raises ConfigError: it cannot be read."""
     from transformers import AutoConfig
 
     revision = model.revision if path == model.path else None
     try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=model.trust_remote_code).to_dict()
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         do = "name a directory in Hugging Face format, or a hub name that this machine can reach, with --model"
         raise ConfigError(explain(asked, str(error), do)) from error

@@ -14,14 +14,13 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
 from asyncrl.checkpoint.trust import HELP_CODE, HELP_RUN, TRUST_CODE, TRUST_RUN, require_trusted
 from asyncrl.commands import plain_console, refuse
-from asyncrl.commands.convert import convert, new_directory, require_new
+from asyncrl.commands.convert import convert, new_directory, read_config, require_new
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import resolved
 from asyncrl.config.model import ModelConfig
@@ -143,11 +142,7 @@ def model_of(
     if not isinstance(section, dict):
         do = "repair the run's config.json, or move it away and pass --model DIRECTORY"
         raise ConfigError(explain(asked, "the recipe in the run's config.json has no section model", do))
-    section, known = dict(section), [field.name for field in fields(ModelConfig)]
-    # Checked by hand: the file may come from another version, or from somebody else.
-    if unknown := sorted(set(section) - set(known)):
-        do = f"repair the run's config.json: the keys are {', '.join(known)}"
-        raise ConfigError(explain(asked, f"the recipe in config.json has unknown keys in model: {unknown}", do))
+    section = dict(section)
     if path is not None:
         section["path"] = path
     if trust_code:
@@ -176,12 +171,7 @@ def _write_description(model: ModelConfig, directory: Path, dtype: torch.dtype) 
     """Writes everything in a model directory except the weights. Raises ConfigError."""
     import transformers
 
-    options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    try:
-        config = transformers.AutoConfig.from_pretrained(model.path, **options)
-    except (OSError, ValueError) as error:
-        do = "name a directory in Hugging Face format, or a hub name that this machine can reach, with --model"
-        raise ConfigError(explain(f"the config of {model.path}", str(error), do)) from error
+    config = read_config(model.path, model, f"the config of {model.path}")
     tokenizer = load_tokenizer(model)
     config.dtype = dtype
     config.save_pretrained(directory)

@@ -21,8 +21,7 @@ from rich.text import Text
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.commands import refuse
 from asyncrl.errors import AsyncRLError
-from asyncrl.observability.progress import duration
-from asyncrl.observability.terminal_view import step_table
+from asyncrl.observability.progress import duration, step_table
 from asyncrl.types.events import FAULTS, RunEnded, RunFaulted, RunStarted
 from asyncrl.types.metrics import Metric
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from asyncrl.config.checks import require
@@ -62,14 +62,7 @@ class ModelPoolConfig:
     def model(self) -> ModelConfig:
         """The model of the pool. `path` is set."""
         assert self.path is not None, "there is such a pool"
-        return ModelConfig(
-            path=self.path,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-            chat_template=self.chat_template,
-            enable_thinking=self.enable_thinking,
-            inference_dtype=self.inference_dtype,
-        )
+        return ModelConfig(**{field.name: getattr(self, field.name) for field in fields(ModelConfig)})
 
     def __post_init__(self) -> None:
         require(

@@ -1,4 +1,4 @@
-"""Training data: dataset rows, their order, their token ids, and the built-in arithmetic task.
+"""Training data: dataset rows, their order and their token ids.
 
 Runs in: driver (checks), rollouter.
 """

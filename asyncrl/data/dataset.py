@@ -7,14 +7,11 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.config.paths import how_to_make, is_place
 from asyncrl.data.rows import PromptRow, Schema, columns_of, parse_json_line, parse_record, with_system_prompt
 from asyncrl.errors import DataError, explain
-
-if TYPE_CHECKING:
-    import pyarrow.parquet
 
 SUFFIXES = (".jsonl", ".parquet")
 READ_ROWS = 4096
@@ -140,16 +137,12 @@ def _read_parquet(path: Path, schema: Schema) -> Iterator[PromptRow]:
 
     try:
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:  # else the whole file is kept
-            yield from _parquet_rows(file, path, schema)
+            columns = columns_of(file.schema_arrow.names, schema)
+            yield from _batch_rows(file.iter_batches(READ_ROWS, columns=columns), str(path), schema)
     except pyarrow.ArrowInvalid as error:
         raise DataError(explain(f"the dataset {path}", f"not parquet: {error}", "write it again")) from error
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(explain(f"the dataset {path}", f"it is damaged: {error}", "write it again")) from error
-
-
-def _parquet_rows(file: pyarrow.parquet.ParquetFile, path: Path, schema: Schema) -> Iterator[PromptRow]:
-    columns = columns_of(file.schema_arrow.names, schema)
-    yield from _batch_rows(file.iter_batches(READ_ROWS, columns=columns), str(path), schema)
 
 
 def _batch_rows(batches: Iterable[Any], place: str, schema: Schema) -> Iterator[PromptRow]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 Decode = Callable[[list[int]], str]
 
@@ -39,8 +40,8 @@ class IncrementalDecoder:
 
     def fork(self) -> IncrementalDecoder:
         """A copy that continues independently from here."""
-        made = IncrementalDecoder(self._decode)
-        made._window, made._emitted, made.held = [*self._window], self._emitted, self.held
+        made = copy(self)
+        made._window = [*self._window]
         return made
 
     def feed(self, token_ids: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ Linear in the response, whatever the strings and chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from asyncrl.data.incremental_decoder import Decode, IncrementalDecoder
 
@@ -68,9 +69,7 @@ class StopStrings:
 
     def fork(self) -> StopStrings:
         """A copy that continues independently from here; it shares the table."""
-        made = StopStrings(self._table)
-        made._state, made._held, made.found, made.rest = self._state, self._held, self.found, self.rest
-        return made
+        return copy(self)
 
     def feed(self, piece: str) -> str:
         """The text that is final; once a stop string is `found`, everything before it."""

@@ -59,9 +59,9 @@ END_TIMEOUT_S = 30.0
 class Actors:
     """The actors of a run, their owners, and the clients to call them."""
 
-    def __init__(self, spec: RunSpec, cluster: Cluster, places: PlacementGroups, events: EventLog) -> None:
+    def __init__(self, spec: RunSpec, cluster: Cluster, placements: PlacementGroups, events: EventLog) -> None:
         self._spec = spec
-        self._places = places
+        self._placements = placements
         self._recipe = recipe = spec.recipe
         self._events = events
         self._on_driver = {
@@ -70,10 +70,10 @@ class Actors:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         }
         self._environment = cluster.engine_environment(recipe.rollout.engine)
-        if recipe.is_colocated and not places.placement.shares_gpus:
+        if recipe.is_colocated and not placements.placement.shares_gpus:
             require_sleep(recipe.rollout.engine)
         self.pools = ModelPools(
-            recipe, gpus=_gpus_beside(places), environment=cluster.engine_environment, on_event=events.write
+            recipe, gpus=_gpus_beside(placements), environment=cluster.engine_environment, on_event=events.write
         )
         recovery = recipe.recovery
         devices = SharedDevices() if recipe.is_colocated else None
@@ -105,7 +105,7 @@ class Actors:
             recipe.rollout.max_replicas,
             "placement=colocated" if recipe.is_colocated else fixed_by,
         )
-        self.fleet_size = FleetSize(self.replicas, places, limits, start_timeout_s=start_s, on_event=events.write)
+        self.fleet_size = FleetSize(self.replicas, placements, limits, start_timeout_s=start_s, on_event=events.write)
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()
         self.trainers: TrainerPool | None = None
@@ -167,7 +167,7 @@ class Actors:
     async def _start_training_side(self, *others: Any) -> None:
         recipe, timeout_s = self._recipe, self._recipe.ray.start_timeout_s
         cores, num_nodes, gpus = _smallest_node()
-        placement = self._places.placement
+        placement = self._placements.placement
         threads = trainer_threads(
             recipe,
             cores=cores,
@@ -194,18 +194,18 @@ class Actors:
         self.trainers = trainers.result()
 
     async def _start_trainers(self, spec: TrainerSpec) -> TrainerPool:
-        timeout_s, gpus = self._recipe.ray.start_timeout_s, self._places.placement.rank_gpus
-        places = await self._places.of_ranks(timeout_s)
-        return await TrainerPool.start(spec, self.queue.handle, gpus, timeout_s, places=places)
+        timeout_s, gpus = self._recipe.ray.start_timeout_s, self._placements.placement.rank_gpus
+        strategies = await self._placements.of_ranks(timeout_s)
+        return await TrainerPool.start(spec, self.queue.handle, gpus, timeout_s, strategies=strategies)
 
     def _spawn_replica(self, replica_id: int) -> ReplicaControl:
         return spawn_replica(
             self._recipe.rollout,
             self._recipe.model,
             replica_id,
-            num_gpus=self._places.placement.replica_gpus,
+            num_gpus=self._placements.placement.replica_gpus,
             environment=self._environment,
-            place=self._places.of_replica(replica_id),
+            place=self._placements.of_replica(replica_id),
         )
 
     async def _set_replicas(self, table: ReplicaTable) -> None:
@@ -285,10 +285,10 @@ class Actors:
         await self.pools.forget_client(client_id)
 
 
-def _gpus_beside(places: PlacementGroups) -> ClusterGpus:
+def _gpus_beside(placements: PlacementGroups) -> ClusterGpus:
     free = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
     total = sum(free.values())
-    for bundle, node in zip(places.placement.bundles, places.nodes(), strict=False):
+    for bundle, node in zip(placements.placement.bundles, placements.nodes(), strict=False):
         if node is not None:
             free[node] -= bundle.gpus
     return ClusterGpus(total, tuple(free.values()))

@@ -17,7 +17,7 @@ from asyncrl.types.events import EnginesSlept
 from asyncrl.types.metrics import Metric
 
 
-class Turns:
+class Colocation:
     """Gives the devices to the trainer before a step and to the engines before a publish; does nothing in a run whose
     parts have their own devices. Measures how long the engines sleep."""
 
@@ -30,7 +30,7 @@ class Turns:
         self._before: dict[tuple[int, int], tuple[float, float]] = {}
         """Seconds asleep and waking of each replica process at the last line of metrics."""
 
-    async def take(self, step: int) -> None:
+    async def to_trainer(self, step: int) -> None:
         """Returns when the trainer has the devices for the step that starts at `global_steps == step`. Raises like
         `EngineTurns.sleep`."""
         if self._engines is None:
@@ -43,7 +43,7 @@ class Turns:
         asleep = [i for i, row in up.items() if row.asleep]
         self._parts.events.write(EnginesSlept(step + 1, replicas=tuple(sorted(asleep)), begin_s=self._begin_s))
 
-    async def give(self) -> None:
+    async def to_engines(self) -> None:
         """A publish to all replicas begins: the engines may take their memory back."""
         if self._engines is not None:
             await self._engines.wake()

@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.checkpoint.store import RunState, read_state
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.checkpoint_writer import CheckpointWriter
-from asyncrl.driver.colocation import Turns
+from asyncrl.driver.colocation import Colocation
 from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.next_step import NextStep
@@ -99,18 +99,18 @@ class Coordinator:
         self._staleness = StalenessPolicy(recipe.batch.groups_per_step, recipe.max_lag)
         self._guard = GuardLoop(recipe, parts.queue, parts.events)
         self._stop = asyncio.Event()
-        self._restored = asyncio.Event()
+        self.restored = asyncio.Event()
+        """Set once the start state (checkpoint or step 0) has been restored and training has begun."""
         self._finishing = False
         """The last step is done; the remaining publish and checkpoint have their own deadlines."""
         self._shares = ReplicaShares(lambda: len(parts.replicas.table.rows))
-        self._turns = Turns(parts, self._clock)
-        self._publisher = Publisher(recipe, parts, clock=self._clock, shares=self._shares, turns=self._turns)
+        self._colocation = Colocation(parts, self._clock)
+        self._publisher = Publisher(recipe, parts, clock=self._clock, shares=self._shares, colocation=self._colocation)
         self._evaluations = Evaluations(
             recipe,
             parts,
             stop=self._stop,
-            published=lambda: self._publisher.version,
-            settle=self._publisher.settle,
+            publisher=self._publisher,
             catch_up=self._catch_up_evaluation,
         )
         self._health: dict[str, float] = {}
@@ -125,11 +125,6 @@ class Coordinator:
     @property
     def elapsed_s(self) -> float:
         return self._clock.elapsed_s
-
-    @property
-    def restored(self) -> bool:
-        """True once the start state (checkpoint or step 0) has been restored and training has begun."""
-        return self._restored.is_set()
 
     def stop(self) -> None:
         """Ends the run after the step in progress, with a checkpoint. Idempotent."""
@@ -154,7 +149,7 @@ class Coordinator:
         try:
             # Phase 1: until training ends, a guard fails, or a stop comes.
             await asyncio.wait([training, stop, *guards], return_when=asyncio.FIRST_COMPLETED)
-            if self._stop.is_set() and not self._restored.is_set() and not _any_failed(training, *guards):
+            if self._stop.is_set() and not self.restored.is_set() and not _any_failed(training, *guards):
                 return  # nothing was trained: the start state remains the newest
             # Phase 2: a stop gives the step in progress `shutdown_timeout_s`; the final saves have their own deadlines.
             if self._stop.is_set() and not training.done():
@@ -209,11 +204,11 @@ class Coordinator:
         parts.checkpoints.set_aside_after(self.step)
         await self._publisher.publish(self.step)
         self._publisher.take()  # it belongs to no step
-        self._restored.set()
+        self.restored.set()
         self._initial = await self._evaluations.before_training() if self.step == 0 else {}
         started = await parts.replicas.stats()
         self._clock.mark(started)
-        self._turns.take_metrics(started)  # the start belongs to no step
+        self._colocation.take_metrics(started)  # the start belongs to no step
         self._clock.time.take()
         while self._ahead is not None or self._goes_on:
             if not await self._one_step():
@@ -225,11 +220,12 @@ class Coordinator:
         self._finishing = True  # the step is complete: the rest has its own deadlines
         await self._publisher.settle()
         await self._writer.last(self._state())
-        self._guard.raise_if_stopped()
+        if self._guard.stopped is not None:
+            raise self._guard.stopped
 
     @property
     def _goes_on(self) -> bool:
-        return self.step < self._recipe.run.max_steps and not (self._stop.is_set() or self._guard.has_stopped)
+        return self.step < self._recipe.run.max_steps and not (self._stop.is_set() or self._guard.stopped)
 
     def _saves_after(self, step: int) -> bool:
         every = self._recipe.checkpoint.every_steps
@@ -254,7 +250,7 @@ class Coordinator:
                 return False
             waited_s = self._clock.lap()
             self._clock.time.move(manifest.overdue_wait_s, Metric.TRAINER_GROUPS, Metric.TRAINER_OVERDUE)
-        await self._turns.take(self.step)
+        await self._colocation.to_trainer(self.step)
         self._clock.start()  # the engines' time to fall asleep is not part of the optimizer step
         # Phase 2: train. The groups are leased until the commit: a crash in between trains them again from the
         # checkpoint.
@@ -348,7 +344,7 @@ class Coordinator:
             stats = await parts.replicas.stats()
         initial, self._initial = self._initial, {}
         record.values |= guarded | evaluated | {_INITIAL[name]: initial[name] for name in _INITIAL.keys() & initial}
-        record.values |= self._turns.take_metrics(stats)
+        record.values |= self._colocation.take_metrics(stats)
         record.of_time(self._clock, stats, ended.waited_s)
         record.of_server(parts.server(), self._clock)
         record.of_processes(stats, self._health)
@@ -457,7 +453,7 @@ class Coordinator:
     async def _rollout(self) -> None:
         """Runs the rollouter once the queue is restored and the replicas serve the weights of the checkpoint. Their
         earlier weights may belong to steps that were undone."""
-        await self._restored.wait()
+        await self.restored.wait()
         await self._parts.rollouter.run()
 
     async def _watch_health(self) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.publisher import Publisher
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError
 from asyncrl.types import EvalResult, ReplicaTable
 from asyncrl.types.events import EvaluationFailed, EvaluationSkipped, EvaluationStarted, SetEvaluated
@@ -53,22 +54,18 @@ class Evaluations:
         parts: Parts,
         *,
         stop: asyncio.Event,
-        published: Callable[[], int],
-        settle: Callable[[], Awaitable[None]],
+        publisher: Publisher,
         catch_up: Callable[[], Awaitable[None]],
     ) -> None:
         """
         Args:
             stop: set when the run is to end.
-            published: returns the published version.
-            settle: returns when no publish runs during training.
             catch_up: publishes to newcomers. It keeps the version unless no replica could answer otherwise.
         """
         self._config, self._seed, self._sets = recipe.eval, recipe.run.seed, tuple(recipe.data.eval)
         self._parts = parts
         self._stop = stop
-        self._published = published
-        self._settle = settle
+        self._publisher = publisher
         self._catch_up = catch_up
         self._beside: _Beside | None = None
         self._due: int | None = None
@@ -117,7 +114,7 @@ class Evaluations:
     async def _by_all(self, step: int) -> dict[str, float]:
         """Evaluates every held-out set while training waits. Nothing is published during it, so one version answers all
         prompts. A set that fails or takes too long counts as failed. Empty if a stop came first."""
-        await self._settle()
+        await self._publisher.settle()
         started, results = time.monotonic(), list[EvalResult]()
         for name in self._sets:
             work = asyncio.create_task(self._parts.rollouter.evaluate(name, self._seed, self._config.timeout_s))
@@ -128,11 +125,11 @@ class Evaluations:
             except (DeadlineExceeded, GenerationError) as error:
                 if not work.done() or work.exception() is not error:
                     raise  # the error of a publish to newcomers
-                self._failed(error, step, self._published(), tries=1)
+                self._failed(error, step, self._publisher.version, tries=1)
             finally:
                 work.cancel()
             self._parts.saw("evaluation of a set", (step, name))
-        found = self._tell(results, step, self._published(), started) if results else {}
+        found = self._tell(results, step, self._publisher.version, started) if results else {}
         return found if len(results) == len(self._sets) else found | {Metric.EVAL_FAILED: 1}
 
     async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:
@@ -154,12 +151,12 @@ class Evaluations:
     async def _begin(self, step: int) -> None:
         """Leases replicas and begins the evaluation; it stays due if no replica is free."""
         assert self._due is not None, "it is due"
-        await self._settle()
+        await self._publisher.settle()
         leases = await self._parts.replicas.lease(self._config.leased_replicas)
         if not leases:
             logger.warning("the evaluation after step %d waits for a replica that can be spared", step)
             return
-        tries, self._due, version = self._due + 1, None, self._published()
+        tries, self._due, version = self._due + 1, None, self._publisher.version
         self._parts.events.write(EvaluationStarted(step, version, replicas=tuple(sorted(leases))))
         work = asyncio.create_task(self._by_leased(leases, version), name=f"evaluation of version {version}")
         self._beside = _Beside(step, version, tries, work)

@@ -85,11 +85,8 @@ def check_memory_fits(recipe: Recipe, facts: ModelFacts, gpu: int | None) -> Non
     demand = Demand.of(recipe)
     if demand.rank_gpus:
         _check_ranks(recipe, facts, gpu, demand)
-    settings = recipe.rollout.settings
-    smaller = {"kv_cache_dtype", "quantization_config", "cpu_offload_gb"} & dict(
-        getattr(settings, "engine_args", {})
-    ).keys()
-    smaller = smaller or getattr(settings, "quantization", None)
+    settings, shrinking = recipe.rollout.settings, {"kv_cache_dtype", "quantization_config", "cpu_offload_gb"}
+    smaller = shrinking & dict(getattr(settings, "engine_args", {})).keys() or getattr(settings, "quantization", None)
     if demand.replica_gpus and recipe.rollout.engine != "torch" and not smaller:
         _check_replica(recipe, facts, tensors, gpu)
 

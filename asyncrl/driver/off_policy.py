@@ -27,7 +27,8 @@ class GuardLoop:
         self._rules = OffPolicyGuard.of(recipe)
         self.state = None if self._mode == "off" else self._rules.begin()
         """Saved in checkpoints. With `watch`: the state as if the guard had acted."""
-        self._stopped: RunFailed | None = None
+        self.stopped: RunFailed | None = None
+        """Why the run must end after this step, with a checkpoint; None: it goes on."""
 
     @property
     def limit(self) -> int:
@@ -39,11 +40,6 @@ class GuardLoop:
         """See `RankPlan`."""
         raised = self._acts and self.state is not None and self.state.is_raised
         return self._config.raised_bounds if raised else 1.0
-
-    @property
-    def has_stopped(self) -> bool:
-        """True if the run must end after this step, with a checkpoint."""
-        return self._stopped is not None
 
     async def resume(self, saved: GuardState | None, step: int) -> None:
         """Continues with a checkpoint's state; until now the queue has the recipe's limit."""
@@ -69,11 +65,6 @@ class GuardLoop:
         }
         return metrics, counts
 
-    def raise_if_stopped(self) -> None:
-        """Raises RunFailed with the reason if the guard has stopped the run; the last checkpoint is written."""
-        if self._stopped is not None:
-            raise self._stopped
-
     @property
     def _acts(self) -> bool:
         return self._mode == "act"
@@ -95,7 +86,7 @@ class GuardLoop:
             return None
         if decision.action == "stopped":
             done = "; the corrections are raised" if self.correction_bounds < 1 else ""
-            self._stopped = RunFailed(
+            self.stopped = RunFailed(
                 explain(
                     "a policy close enough to the one that sampled (staleness.guard=act)",
                     f"after step {step}: {decision.reason}; the limit on the lag is {decision.limit}, the lowest{done}",

@@ -257,12 +257,10 @@ def _check_pools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub:
     return notes
 
 
-def _mark_notes(recipe: Recipe, rows: Iterable[PromptRow]) -> list[str]:
-    if "math" not in recipe.reward.names or all(row.data_source != "gsm8k" or asks_for_mark(row) for row in rows):
-        return []
-    return [
-        "the questions of gsm8k do not ask for a marked answer, and reward math pays no other: data.system_prompt can"
-    ]
+def _mark_notes(recipe: Recipe, rows: Iterable[PromptRow]) -> Iterator[str]:
+    if "math" in recipe.reward.names and any(row.data_source == "gsm8k" and not asks_for_mark(row) for row in rows):
+        asked = "the questions of gsm8k do not ask for a marked answer"
+        yield f"{asked}, and reward math pays no other: data.system_prompt can"
 
 
 def _dropped_notes(train: TrainingSet) -> list[str]:
@@ -283,15 +281,14 @@ def _sandbox_notes(recipe: Recipe) -> list[str]:
     return [f"{user}: programs are confined by {', '.join(names)} (docs/rewards.md)" for user, names in held.items()]
 
 
-def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     rollout = recipe.rollout
     is_guessed = rollout.environment in ("tool_use", "agent", "verifiers") and rollout.tool_use.parser == "auto"
-    if not is_guessed or not takes_tools(tokenizer) or format_of(template_text(tokenizer)) is not None:
-        return []
-    return [
-        "the chat template takes tools and shows no call in a format that a parser knows: hermes is tried; "
-        "see that calls are found (reward/part/tool_calls), or set model.chat_template or rollout.tool_use.parser"
-    ]
+    if is_guessed and takes_tools(tokenizer) and format_of(template_text(tokenizer)) is None:
+        yield (
+            "the chat template takes tools and shows no call in a format that a parser knows: hermes is tried; "
+            "see that calls are found (reward/part/tool_calls), or set model.chat_template or rollout.tool_use.parser"
+        )
 
 
 def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = True) -> None:
@@ -408,12 +405,11 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
     yield from (("advice", do) for do in advice(recipe, cores=local_cores() if computes_here(recipe) else None))
 
 
-def _ratio_notes(recipe: Recipe) -> list[str]:
+def _ratio_notes(recipe: Recipe) -> Iterator[str]:
     batch, algorithm = recipe.batch, recipe.algorithm
-    ratio_is_one = algorithm.ratio == "proximal" and algorithm.proximal == "recompute"
-    if not ratio_is_one or batch.num_minibatches * batch.num_epochs > 1:
-        return []
-    return ["algorithm.ratio=proximal with one update a step: the ratio is 1, and its bounds never act"]
+    recomputes = algorithm.ratio == "proximal" and algorithm.proximal == "recompute"
+    if recomputes and batch.num_minibatches * batch.num_epochs == 1:
+        yield "algorithm.ratio=proximal with one update a step: the ratio is 1, and its bounds never act"
 
 
 def _placed(recipe: Recipe) -> Recipe:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.driver.colocation import Turns
+from asyncrl.driver.colocation import Colocation
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.step_record import ReplicaShares, StepClock, tokens_between
 from asyncrl.queue.message_queue import MessageQueue
@@ -28,14 +28,16 @@ Published = tuple[LedgerCounts, Sequence[ReplicaStats]]
 class Publisher:
     """Owns the published version and the publish in progress during training, at most one."""
 
-    def __init__(self, recipe: Recipe, parts: Parts, *, clock: StepClock, shares: ReplicaShares, turns: Turns) -> None:
+    def __init__(
+        self, recipe: Recipe, parts: Parts, *, clock: StepClock, shares: ReplicaShares, colocation: Colocation
+    ) -> None:
         """
         Args:
             clock: where the trainer's waiting is booked.
             shares: is told how long replicas were paused.
-            turns: gives the devices back to the engines.
+            colocation: gives the devices back to the engines.
         """
-        self._recipe, self._parts, self._turns = recipe, parts, turns
+        self._recipe, self._parts, self._colocation = recipe, parts, colocation
         self._clock, self._shares = clock, shares
         self.version = -1
         """The newest published version; -1: none."""
@@ -104,7 +106,7 @@ class Publisher:
         parts = self._parts
         if before is None:
             before = await parts.replicas.stats()
-        await self._turns.give()
+        await self._colocation.to_engines()
         report = await parts.weights.publish(step)
         assert report is not None, "only a catch-up can be for nobody"
         published = parts.queue.call(CALL_TIMEOUT_S, MessageQueue.published, step)

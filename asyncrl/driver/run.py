@@ -85,16 +85,16 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
     settings = spec.recipe.ray
     with (
         ray_cluster(settings.address, spec.directory.log, spec.hide.names, settings.env, forks) as cluster,
-        reserved(spec.recipe) as places,
+        reserved(spec.recipe) as placements,
     ):
         placed = spec.recipe.placed(
-            ranks_on_gpus=places.placement.rank_gpus > 0,
-            replicas_on_gpus=places.placement.replica_gpus > 0,
+            ranks_on_gpus=placements.placement.rank_gpus > 0,
+            replicas_on_gpus=placements.placement.replica_gpus > 0,
             stages=ENGINES[spec.recipe.rollout.engine].stages,
         )
         spec = replace(spec, recipe=placed)
         prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
-        current = _Run(spec, console, cluster, places, MetricsLog(spec.directory.metrics, sinks))
+        current = _Run(spec, console, cluster, placements, MetricsLog(spec.directory.metrics, sinks))
         try:
             return asyncio.run(current.run())
         finally:
@@ -105,7 +105,7 @@ class _Run:
     """One process of a run, from the start of its actors to their exit."""
 
     def __init__(
-        self, spec: RunSpec, console: Console, cluster: Cluster, places: PlacementGroups, metrics: MetricsLog
+        self, spec: RunSpec, console: Console, cluster: Cluster, placements: PlacementGroups, metrics: MetricsLog
     ) -> None:
         self._spec, self._cluster, self._metrics = spec, cluster, metrics
         self._recipe = recipe = spec.recipe
@@ -113,7 +113,7 @@ class _Run:
         live = recipe.observability.progress and console.is_terminal
         self._progress = ProgressView(console, max_steps=recipe.run.max_steps, live=live)
         self._checkpoints = CheckpointStore(spec.directory.checkpoints, recipe.checkpoint.keep)
-        self._actors = Actors(spec, cluster, places, self._events)
+        self._actors = Actors(spec, cluster, placements, self._events)
         self._coordinator: Coordinator | None = None
         self._signals: list[int] = []
         self._stopped = asyncio.Event()
@@ -190,7 +190,7 @@ class _Run:
                     return self._interrupted(coordinator.step)
                 lost = error
             else:
-                if not coordinator.restored:  # a stop before training began
+                if not coordinator.restored.is_set():  # a stop before training began
                     return self._interrupted(_step_of(start_from))
                 complete = coordinator.step >= self._recipe.run.max_steps
                 self._events.write(RunEnded("finished" if complete else "interrupted", coordinator.step))
@@ -199,8 +199,9 @@ class _Run:
             if not await self._restart(lost, coordinator.step, budget):
                 return self._interrupted(coordinator.step)
             watchdog.saw("restart", budget.total)
-            # Before `restored` nothing was trained: the checkpoint chosen at the start still counts.
-            if coordinator.restored:  # before that, the checkpoint that the user asked for is still the one to use
+            if (
+                coordinator.restored.is_set()
+            ):  # before that, the checkpoint that the user asked for is still the one to use
                 start_from = await asyncio.to_thread(self._checkpoints.latest) or self._spec.start_from
                 if start_from is not None:
                     await asyncio.to_thread(self._checkpoints.set_aside_corrupt, start_from)

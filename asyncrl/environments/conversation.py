@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from copy import copy
 
 import numpy as np
 
@@ -38,11 +39,9 @@ class Conversation:
 
     def fork(self) -> Conversation:
         """A copy that continues independently from here."""
-        made = Conversation(self._prompt_ids)
-        made.started_s, made.num_turns = self.started_s, self.num_turns
+        made = copy(self)
         made._ids, made._logprobs, made._segments = [*self._ids], [*self._logprobs], [*self._segments]
         made._extra = [*self._extra]
-        made._finish_reason, made.num_response_tokens = self._finish_reason, self.num_response_tokens
         return made
 
     def add_response(self, made: Generation) -> None:

@@ -28,7 +28,7 @@ from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishC
 from asyncrl.plan.forecast import WARM_UP_SHARE, Forecast, num_steps
 from asyncrl.plan.scenario import Scenario
 from asyncrl.plan.simulation import SimulatedStep, Simulation
-from asyncrl.report.run_files import RunFiles
+from asyncrl.report.run_files import Line, RunFiles
 from asyncrl.types.events import WeightsPublished
 from asyncrl.types.metrics import Metric
 
@@ -84,7 +84,7 @@ class Traced:
         return cls(tuple(requests), tuple(lengths), tuple(rests))
 
 
-def late_steps(run: RunFiles) -> tuple[Mapping[str, float | None], Sequence[Mapping[str, float | None]]]:
+def late_steps(run: RunFiles) -> tuple[Line, Sequence[Line]]:
     """The last line of the warm-up and the lines after it. Raises ConfigError if there are too few."""
     if len(run.metrics) < FEWEST_STEPS:
         found = f"{len(run.metrics)} optimizer steps"
@@ -142,7 +142,7 @@ def costs_of_run(run: RunFiles, traced: Traced, scenario: Scenario, cores: float
     return costs if cores is None else uncontended(costs, late, scenario)
 
 
-def _training(late: Sequence[Mapping[str, float | None]], scenario: Scenario) -> TrainingCosts:
+def _training(late: Sequence[Line], scenario: Scenario) -> TrainingCosts:
     """A straight line through (tokens, seconds) of the steps; through the origin if their tokens hardly differ."""
     seconds = [line.get(Metric.TRAIN_TIME) or 0.0 for line in late]
     tokens = [(line.get(Metric.TRAIN_SPEED) or 0.0) * s for line, s in zip(late, seconds, strict=True)]
@@ -176,7 +176,7 @@ def _publish(run: RunFiles, scenario: Scenario) -> PublishCosts:
     )
 
 
-def _cpu_s(late: Sequence[Mapping[str, float | None]], *metrics: Metric) -> float:
+def _cpu_s(late: Sequence[Line], *metrics: Metric) -> float:
     """CPU seconds of an optimizer step, from counters that are updated only now and then: slope between two updates.
     The counter of a replaced process restarts."""
     seconds = 0.0
@@ -188,27 +188,21 @@ def _cpu_s(late: Sequence[Mapping[str, float | None]], *metrics: Metric) -> floa
     return seconds
 
 
-def _loop_s(begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]], scenario: Scenario) -> float:
+def _loop_s(begun: Line, late: Sequence[Line], scenario: Scenario) -> float:
     """Seconds of the loop per step. With publishes during training, they include the copy of the weights."""
     causes = [Metric.TRAINER_PLANNING, Metric.TRAINER_CHECKPOINT]
     causes += [Metric.TRAINER_PUBLISH] if scenario.overlaps_publish else []
     return fmean(wall_s * sum(line.get(cause) or 0.0 for cause in causes) for wall_s, line in _walls(begun, late))
 
 
-def _walls(
-    begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]]
-) -> Iterator[tuple[float, Mapping[str, float | None]]]:
+def _walls(begun: Line, late: Sequence[Line]) -> Iterator[tuple[float, Line]]:
     """(wall seconds since the previous line, line)."""
     for before, line in itertools.pairwise([begun, *late]):
         yield max(0.0, (line.get(Metric.TIME) or 0.0) - (before.get(Metric.TIME) or 0.0)), line
 
 
 def _generation(
-    run: RunFiles,
-    traced: Traced,
-    scenario: Scenario,
-    begun: Mapping[str, float | None],
-    late: Sequence[Mapping[str, float | None]],
+    run: RunFiles, traced: Traced, scenario: Scenario, begun: Line, late: Sequence[Line]
 ) -> GenerationCosts:
     requests = [r for r in traced.requests if r.tokens > 0 and r.stop > r.start]
     if len(requests) < FEWEST_REQUESTS:
@@ -238,9 +232,7 @@ def _generation(
     )
 
 
-def _decode_step(
-    begun: Mapping[str, float | None], late: Sequence[Mapping[str, float | None]], scenario: Scenario
-) -> tuple[float, ...] | None:
+def _decode_step(begun: Line, late: Sequence[Line], scenario: Scenario) -> tuple[float, ...] | None:
     """Seconds of a decode step and of each of its tokens; None if the engine does not count its steps."""
     rows = []
     for wall_s, line in _walls(begun, late):
@@ -253,7 +245,7 @@ def _decode_step(
     return _fit(np.column_stack([steps, tokens]), busy_s)
 
 
-def _busy_share(line: Mapping[str, float | None], scenario: Scenario) -> float:
+def _busy_share(line: Line, scenario: Scenario) -> float:
     """Mean number of busy replicas during the step."""
     replicas = max(line.get(Metric.PUBLISH_REPLICAS) or 0, scenario.num_replicas)  # more may have joined
     return (1.0 - (line.get(Metric.IDLE_ROLLOUT) or 0.0)) * replicas
@@ -313,7 +305,7 @@ def _fit(columns: np.ndarray, values: np.ndarray) -> tuple[float, ...]:
     return tuple(float(value) for value in best)
 
 
-def uncontended(costs: CostModel, late: Sequence[Mapping[str, float | None]], scenario: Scenario) -> CostModel:
+def uncontended(costs: CostModel, late: Sequence[Line], scenario: Scenario) -> CostModel:
     """The costs without the slowdown by shared cores. A simulation that includes the slowdown then reproduces the run's
     times of training and decoding.
 

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -68,39 +68,27 @@ class SimulatedStep:
         return self.leased - self.asked + self.published_from - self.trained
 
 
-class Workload(Protocol):
-    """The work of a run: independent of the order in which it is done."""
-
-    def lengths(self, ordinal: int, count: int) -> Sequence[float]:
-        """Tokens of the responses of a group, each at least 1."""
-        ...
-
-    def is_filtered(self, ordinal: int) -> bool:
-        """True if the group has no learning signal."""
-        ...
-
-    def training_s(self, step: int, tokens: float) -> float:
-        """Seconds of the optimizer step, given its tokens including prompts."""
-        ...
-
-
-class DrawnWorkload:
-    """Draws lengths and signals from the distributions of a cost model, by seed and ordinal."""
+class Workload:
+    """The work of a run, independent of the order in which it is done: lengths and signals are drawn from the
+    distributions of a cost model, by seed and ordinal."""
 
     def __init__(self, scenario: Scenario, costs: CostModel) -> None:
         self._scenario, self._costs = scenario, costs
 
     def lengths(self, ordinal: int, count: int) -> Sequence[float]:
+        """Tokens of the responses of a group, each at least 1."""
         draws = np.random.default_rng([self._scenario.seed, ordinal]).random((count, 2)).clip(1e-9, 1 - 1e-9)
         of, limit = self._costs.generation.lengths, self._scenario.response_limit
         return [of.tokens(share, straggles, limit) for share, straggles in draws.tolist()]
 
     def is_filtered(self, ordinal: int) -> bool:
+        """True if the group has no learning signal."""
         if not self._scenario.dynamic_sampling:
             return False
         return np.random.default_rng([self._scenario.seed, ordinal, 1]).random() < self._costs.filtered_share
 
     def training_s(self, step: int, tokens: float) -> float:
+        """Seconds of the optimizer step, given its tokens including prompts."""
         scenario = self._scenario
         return self._costs.training.seconds(tokens * scenario.num_epochs, scenario.num_ranks, scenario.num_threads)
 
@@ -109,14 +97,19 @@ class Simulation:
     """One run. Owns the virtual clock, the events to come, and the parts of the run."""
 
     def __init__(
-        self, scenario: Scenario, costs: CostModel, *, workload: Workload | None = None, pacing: Pacing | None = None
+        self,
+        scenario: Scenario,
+        costs: CostModel,
+        *,
+        workload: Workload | None = None,
+        pacing: Pacing | None = None,
     ) -> None:
         """
         Args:
             workload, pacing: override those of the cost model and the scenario.
         """
         self._scenario, self._costs = scenario, costs
-        self._workload = workload or DrawnWorkload(scenario, costs)
+        self._workload = workload or Workload(scenario, costs)
         self._pacing = pacing or build_pacing(scenario.pacing, scenario.groups_per_step, scenario.max_lag)
         # Parts of a real run.
         policy = StalenessPolicy(scenario.groups_per_step, scenario.max_lag, scenario.on_overdue)

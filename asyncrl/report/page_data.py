@@ -105,18 +105,9 @@ def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
     steps = run.of_kind(StepTrained.kind)[-EXCERPT_STEPS:]
     if not steps:
         return {"spans": [], "groups": []}
-    of_step = {line[Metric.STEP]: line for line in run.metrics}
-    began = min(e["time_s"] - ((of_step.get(e["step"]) or {}).get(Metric.TRAIN_TIME) or 0.0) for e in steps[:1])
-    ended = steps[-1]["time_s"] + 1.0
-    spans = [
-        [
-            "train",
-            e["time_s"] - ((of_step.get(e["step"]) or {}).get(Metric.TRAIN_TIME) or 0.0),
-            e["time_s"],
-            f"step {e['step']}",
-        ]
-        for e in steps
-    ]
+    train_s = {line[Metric.STEP]: line.get(Metric.TRAIN_TIME) or 0.0 for line in run.metrics}
+    spans = [["train", e["time_s"] - train_s.get(e["step"], 0.0), e["time_s"], f"step {e['step']}"] for e in steps]
+    began, ended = spans[0][1], steps[-1]["time_s"] + 1.0
     # Events carry their end and duration: the spans extend backwards.
     for event in run.events:
         now, kind = event.get("time_s", 0.0), event.get("event")

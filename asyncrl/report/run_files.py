@@ -12,6 +12,8 @@ from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.errors import ConfigError, explain
 from asyncrl.types.metrics import Metric
 
+Line = Mapping[str, float | None]
+"""The metrics of one optimizer step; None: not finite."""
 MAX_SAMPLES = 200
 """Number of newest trajectories that are read."""
 
@@ -31,7 +33,7 @@ class RunFiles:
     name: str
     directory: Path
     settings: Mapping[str, Any]
-    metrics: tuple[Mapping[str, float | None], ...]
+    metrics: tuple[Line, ...]
     events: tuple[Mapping[str, Any], ...]
     samples: tuple[Mapping[str, Any], ...]
     faults: tuple[str, ...]

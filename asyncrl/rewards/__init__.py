@@ -14,7 +14,8 @@ from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import ConfigError, DataError, explain
 from asyncrl.registry import resolve
-from asyncrl.rewards.code import CodeReward, check_tests
+from asyncrl.rewards.code import CodeReward
+from asyncrl.rewards.code.forms import tests_of
 from asyncrl.rewards.custom import CustomReward
 from asyncrl.rewards.math import check_truth, math_reward
 from asyncrl.rewards.multiple_choice import multiple_choice_reward, true_letter
@@ -36,7 +37,7 @@ REWARDS: dict[str, Callable[[RewardConfig], RewardFunction]] = {
 
 _CHECKS: dict[str, Callable[[PromptRow], object]] = {
     # name -> raises ValueError for a row that the reward cannot judge
-    "code": check_tests,
+    "code": tests_of,
     "math": check_truth,
     "multiple_choice": true_letter,
     "numeric": true_number,

@@ -227,7 +227,7 @@ class GenerationClient:
                 began = time.time()
                 attempt = await self._attempt(request, affinity, new)
                 if draft.attempts is not None:
-                    made = {"replica": attempt.replica_id, "tokens": draft.num_tokens - request.first_position}
+                    made = {"replica": attempt.link.replica_id, "tokens": draft.num_tokens - request.first_position}
                     draft.attempts.append(("request", began, time.time(), made))
                 complete = "stop" if attempt.enough else draft.complete(sampling, attempt.reason)
                 if complete is not None:

@@ -94,10 +94,8 @@ class Judge:
             return RewardResult(worth)
         if config.on_unreadable == "zero":
             return RewardResult(0.0, (("unreadable", 1.0),))
-        asked, do = (
-            f"the judge on a response to {row.origin}",
-            "correct reward.judge.prompt or pattern; raise max_tokens",
-        )
+        asked = f"the judge on a response to {row.origin}"
+        do = "correct reward.judge.prompt or pattern; raise max_tokens"
         raise ValueError(explain(asked, f"an answer that cannot be read: {text[-_TOLD_CHARS:]!r}", do))
 
 

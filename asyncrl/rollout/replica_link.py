@@ -71,10 +71,6 @@ class PendingRequest:
     enough: bool = False
 
     @property
-    def replica_id(self) -> int:
-        return self.link.replica_id
-
-    @property
     def followed(self) -> bool:
         """The caller reads tokens as they arrive, to decide whether the response continues."""
         return self.on_chunk is not None or self.draft.looks_for_stop
@@ -106,10 +102,10 @@ class PendingRequest:
                 self.sampled = True
                 for clock in self.clocks:
                     clock.sample()
-        self.draft.add(chunk, self.replica_id)
+        self.draft.add(chunk, self.link.replica_id)
         was_enough = self.enough
         if count and not was_enough:
-            asked = self.on_chunk is not None and self.on_chunk(chunk, self.replica_id)
+            asked = self.on_chunk is not None and self.on_chunk(chunk, self.link.replica_id)
             self.enough = bool(asked) or self.draft.stopped
         if chunk.finish_reason is not None:
             self.reason = chunk.finish_reason

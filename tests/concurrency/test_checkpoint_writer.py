@@ -66,6 +66,10 @@ class Rig:
         async with asyncio.timeout(20):
             await self.writer.save(state(step))
 
+    async def settled(self, step):
+        await self.save(step)
+        await self.writer.settle()
+
     def saved(self):
         return [path.name for path in self.store.all()]
 
@@ -100,15 +104,12 @@ async def test_in_the_foreground_it_is_there_when_save_returns(tmp_path):
 async def test_failures_are_counted_and_too_many_in_a_row_end_the_run(tmp_path):
     rig = Rig(tmp_path, max_failures=1)
     rig.trainers.errors = [OSError(28, "No space left")]
-    await rig.save(2)
-    await rig.writer.settle()
+    await rig.settled(2)
     assert (rig.saved(), rig.events) == ([], [("checkpoint_failed", 2)])
     assert list(tmp_path.iterdir()) == [], "nothing half-written stays"
-    await rig.save(4)  # a good one in between begins the count anew
-    await rig.writer.settle()
+    await rig.settled(4)  # a good one in between begins the count anew
     rig.trainers.errors = [OSError(28, "No space left")]
-    await rig.save(6)
-    await rig.writer.settle()
+    await rig.settled(6)
     rig.queue.errors = [OSError(28, "No space left")]
     await rig.save(8)
     with pytest.raises(StorageError, match=r"(?s)step 8.*2 time.*No space left.*max_failures"):
@@ -131,8 +132,7 @@ async def test_the_last_one_must_not_fail_and_is_not_written_twice(tmp_path):
 async def test_a_last_one_of_a_step_that_failed_to_be_saved_is_tried_again(tmp_path):
     rig = Rig(tmp_path, max_failures=5)
     rig.trainers.errors = [OSError(28, "No space left")]
-    await rig.save(2)
-    await rig.writer.settle()
+    await rig.settled(2)
     await rig.writer.last(state(2))
     assert rig.saved() == ["step_2"]
 
@@ -184,8 +184,7 @@ async def test_one_that_is_written_while_the_processes_are_asked_is_good(tmp_pat
         return 0.0
 
     rig.trainers.ping = ping
-    await rig.save(2)
-    await rig.writer.settle()
+    await rig.settled(2)
     assert (rig.events, rig.saved()) == ([("checkpoint", 2)], ["step_2"])
 
 

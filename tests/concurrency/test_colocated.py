@@ -159,6 +159,17 @@ class Rig(Written):
     def living(self):
         return [p for p in self.processes if p.loaded and not p.killed]
 
+    async def begin_again(self):
+        """The next training side, after one that has failed: it goes on to the end."""
+        self.training = False
+        await self.pool.fence()
+        await self.engines.sleep()
+        self.look()
+        self.coordinator = self.new_coordinator()
+        await asyncio.wait_for(self.coordinator.run(), 20)
+        assert self.versions() == [3, 3]
+        await self.pool.stop(1)
+
     async def begin(self):
         await self.pool.start()
         await self.engines.sleep()
@@ -317,15 +328,8 @@ async def test_a_failed_step_leaves_the_devices_to_the_next_training_side(tmp_pa
     await rig.begin()
     with pytest.raises(ProcessDied):
         await asyncio.wait_for(rig.coordinator.run(), 20)
-    rig.training = False
-    await rig.pool.fence()
-    await rig.engines.sleep()
-    rig.look()
     del rig.trainers.on_step[1]
-    rig.coordinator = rig.new_coordinator()
-    await asyncio.wait_for(rig.coordinator.run(), 20)
-    assert rig.versions() == [3, 3]
-    await rig.pool.stop(1)
+    await rig.begin_again()
 
 
 async def test_a_failed_publish_leaves_the_devices_to_the_next_training_side(tmp_path):
@@ -334,13 +338,7 @@ async def test_a_failed_publish_leaves_the_devices_to_the_next_training_side(tmp
     rig.trainer.outcomes = [GOOD, ProcessDied("a rank died while it sent")]
     with pytest.raises(ProcessDied):
         await asyncio.wait_for(rig.coordinator.run(), 20)
-    await rig.pool.fence()
-    await rig.engines.sleep()
-    rig.look()
-    rig.coordinator = rig.new_coordinator()
-    await asyncio.wait_for(rig.coordinator.run(), 20)
-    assert rig.versions() == [3, 3]
-    await rig.pool.stop(1)
+    await rig.begin_again()
 
 
 async def test_an_evaluation_comes_while_the_engines_are_awake(tmp_path):

@@ -35,11 +35,11 @@ from asyncrl.types import (
 )
 from asyncrl_testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
 from asyncrl_testing.local import LocalActor
+from tests.processes import QUICKSTART
 from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 GROUP = GroupSummary(0, 0, (Lengths(3, 2, 2),) * 2, (0.0, 1.0), (), 2, 0)
 TRAINED = TrainMetrics(
     0.1,

@@ -140,7 +140,7 @@ async def test_a_lost_replica_keeps_every_token_that_was_streamed():
     async with Fleet(tick_s=0.001) as fleet:
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
         pending = fleet.client._pending
-        await until(lambda: {p.replica_id for p in pending.values() if p.draft.num_tokens} == {0, 1})
+        await until(lambda: {p.link.replica_id for p in pending.values() if p.draft.num_tokens} == {0, 1})
         fleet.channels[0].die()
         generations = await whole(running, 60)
         resumed = [g for g in generations if {s.replica_id for s in g.segments} == {0, 1}]

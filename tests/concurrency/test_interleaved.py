@@ -15,7 +15,7 @@ from asyncrl.rollout.sessions import RolloutSession, SessionTools
 from asyncrl.types import SamplingParams
 from tests.concurrency.test_generation import Fleet
 from tests.contract.test_tool_use import recipe_with
-from tests.environments import task_of
+from tests.environments import opened, task_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
@@ -158,21 +158,17 @@ async def test_a_response_goes_on_over_publishes_within_a_call_and_after_a_resul
     parts = [([*"I see <tool>12+30</tool>"], "<result>42</result>"), ([*f"and so on {ENDING}"], "")]
     script = Script(parts)
     made = build_environment(recipe_with("rollout.environment=interleaved_tool_use"), None)
-    await made.start()
-    try:
-        async with Fleet(1, version=1, tick_s=0.001, chunk_tokens=2) as fleet, asyncio.timeout(60):
-            running = asyncio.create_task(made.run(task_of(PROMPT), session_of(fleet, script)))
-            version = 1
-            while not running.done():
-                sampled = fleet.engines[0].health().generated_tokens
-                await until(
-                    lambda n=sampled: running.done() or fleet.engines[0].health().generated_tokens >= n + 4,
-                )
-                version += 1
-                await fleet.publish(version)
-            trajectory = await running
-    finally:
-        await made.close()
+    async with opened(made), Fleet(1, version=1, tick_s=0.001, chunk_tokens=2) as fleet, asyncio.timeout(60):
+        running = asyncio.create_task(made.run(task_of(PROMPT), session_of(fleet, script)))
+        version = 1
+        while not running.done():
+            sampled = fleet.engines[0].health().generated_tokens
+            await until(
+                lambda n=sampled: running.done() or fleet.engines[0].health().generated_tokens >= n + 4,
+            )
+            version += 1
+            await fleet.publish(version)
+        trajectory = await running
     check(trajectory, script)
     before, after = (
         {s.version for s in trajectory.segments if s.kind == "policy" and (s.start < len(parts[0][0])) == early}

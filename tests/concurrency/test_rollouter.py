@@ -5,7 +5,6 @@ import json
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,11 +35,11 @@ from asyncrl.types import (
 )
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalActor, LocalReplicaChannel, Rows, publish
+from tests.processes import QUICKSTART
 from tests.waiting import until
 
 pytestmark = pytest.mark.concurrency
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 HINT = np.array([4, 3], np.int32)
 """What the environment says between the two turns of `TwoTurns`."""
 

@@ -1,6 +1,5 @@
 """Agents written against the real OpenAI client, in front of a scripted policy."""
 
-import asyncio
 import json
 
 import numpy as np
@@ -10,20 +9,11 @@ import pytest
 from asyncrl.environments import build_environment
 from asyncrl.errors import GenerationError
 from tests.contract.test_tool_use import recipe_with, text_of
-from tests.environments import ScriptedSession, assert_exact, call_text, chat_with, task_of
+from tests.environments import ADD, ScriptedSession, assert_exact, call_text, chat_with, play, task_of
 
 pytestmark = pytest.mark.contract
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "adds",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-        },
-    }
-]
+TOOLS = [ADD]
 
 
 def client_of(base_url, api_key):
@@ -194,12 +184,9 @@ def run(started):
     """run(agent, *replies) -> (trajectory, session)."""
 
     async def call(agent, *replies, overrides=(), **script):
-        chat = chat_with()
-        session = ScriptedSession(chat, *replies, **script)
         name = f"rollout.agent.function={__name__}:{agent.__name__}"
-        environment = await started(recipe_with("rollout.environment=agent", name, *overrides), chat)
-        async with asyncio.timeout(30):
-            return await environment.run(task_of([1, 2, 3], "2+3?"), session), session
+        environment = await started(recipe_with("rollout.environment=agent", name, *overrides))
+        return await play(environment, *replies, task=task_of([1, 2, 3], "2+3?"), **script)
 
     return call
 

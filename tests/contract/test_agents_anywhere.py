@@ -20,7 +20,7 @@ from asyncrl.environments import check_environment
 from asyncrl.errors import ConfigError, ProcessDied
 from tests.contract.test_agent_endpoint import ask, client_of
 from tests.contract.test_tool_use import recipe_with, text_of
-from tests.environments import ScriptedSession, assert_exact, call_text, chat_with, task_of
+from tests.environments import assert_exact, call_text, play, task_of
 from tests.server_process import free_port
 from tests.unit.test_recipes import ROOT
 from tests.waiting import is_alive, until, wait_until
@@ -42,12 +42,6 @@ urllib.request.urlopen(request).read()
 def agent_recipe(*overrides, command=None):
     own = ["rollout.environment=agent", *overrides]
     return recipe_with(*own, *([f"rollout.agent.command={json.dumps(command)}"] if command else []))
-
-
-async def play(environment, *replies, task=None):
-    session = ScriptedSession(chat_with(), *replies)
-    async with asyncio.timeout(100):
-        return await environment.run(task or task_of([1, 2, 3], "2+3?"), session), session
 
 
 def assert_it_calculated(trajectory, session):

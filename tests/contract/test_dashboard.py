@@ -3,17 +3,15 @@
 import json
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 
 from asyncrl.observability.charts import CHARTS
 from asyncrl.observability.workspace import NAME, view_name, workspace
 from asyncrl.types.metrics import Metric, metric_of
-from tests.conftest import ROOT
 from tests.contract.fake_wandb import ENTITY, FakeWandb
 from tests.contract.wandb_log import history_of
+from tests.processes import ran
 from tests.unit.test_metrics import record
 from tools.make_sick_run import write_run
 
@@ -27,14 +25,17 @@ def server():
     fake.close()
 
 
-def dashboard(*words, server=None, home):
-    """Runs the command as a user does, with a login at `server`."""
+def with_login(*words, server, home, code):
+    """Runs Python as a user does, with a login at `server`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environment |= {"HOME": str(home), "NETRC": str(home / "none"), "WANDB_CONFIG_DIR": str(home), "WANDB_SILENT": "1"}
     if server is not None:
         environment |= {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
-    command = [sys.executable, "-m", "asyncrl.commands.dashboard", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return ran(*words, env=environment, code=code)
+
+
+def dashboard(*words, server=None, home, code=0):
+    return with_login("-m", "asyncrl.commands.dashboard", *words, server=server, home=home, code=code)
 
 
 def test_the_workspace_is_what_the_library_itself_reads_and_shows_only_declared_metrics():
@@ -67,12 +68,10 @@ def test_the_workspace_is_what_the_library_itself_reads_and_shows_only_declared_
 def test_the_workspace_is_created_once_and_then_replaced(server, tmp_path):
     for _ in range(2):
         done = dashboard("wandb", f"{ENTITY}/project", server=server, home=tmp_path)
-        assert done.returncode == 0, done.stderr
         assert f"{ENTITY}/project?nw=" in done.stdout
     assert list(server.views) == [view_name(ENTITY, "project")]
     assert server.views[view_name(ENTITY, "project")]["id"], "the second call names the view that it replaces"
-    refused = dashboard("wandb", "nobody", home=tmp_path)
-    assert refused.returncode == 2
+    refused = dashboard("wandb", "nobody", home=tmp_path, code=2)
     assert "ENTITY/PROJECT" in refused.stderr
 
 
@@ -97,13 +96,8 @@ log.close()
 
 
 def write(directory, first, last, how, *, server, home):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environment |= {"HOME": str(home), "NETRC": str(home / "none"), "WANDB_CONFIG_DIR": str(home)}
-    if server is not None:
-        environment |= {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
-    command = [sys.executable, "-c", WRITES, str(directory), str(first), str(last), how]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == (-9 if how == "killed" else 0), done.stderr
+    code = -9 if how == "killed" else 0
+    done = with_login("-c", WRITES, directory, first, last, how, server=server, home=home, code=code)
     assert "Traceback" not in done.stderr
 
 

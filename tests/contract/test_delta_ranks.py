@@ -3,18 +3,14 @@ two pipeline stages that send a part each (Megatron-core)."""
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import MegatronConfig, TrainerConfig
+from asyncrl.config.trainer import MegatronConfig
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import TrainerWorker
 from asyncrl.types import EncodedWeights, PartsSource
 from asyncrl.weights.assembling_sink import AssemblingSink
@@ -22,9 +18,11 @@ from asyncrl.weights.encodings.decoder import Decoder
 from asyncrl.weights.packing import byte_view
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_receiver
-from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease
+from asyncrl_testing.backend_suite import random_lease, write_model
 from asyncrl_testing.rank_processes import run_ranks
+from tests.backends import trainer_spec
 from tests.make import needs_megatron
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
@@ -38,9 +36,7 @@ def started(root, rank, path, backend, beside):
     settings = {"lr": 1e-6, "warmup_steps": 0, "backend": backend, "collective_timeout_s": 120}
     if backend == "megatron":
         settings["megatron"] = MegatronConfig(pipeline_parallel=RANKS)
-    trainer = TrainerConfig(num_ranks=RANKS, **settings)
-    model = ModelConfig(path=str(path), inference_dtype="bfloat16")
-    spec = TrainerSpec(model=model, trainer=trainer, algorithm=AlgorithmConfig(), num_threads=1, sends_snapshots=beside)
+    spec = trainer_spec(path, dtype="bfloat16", num_ranks=RANKS, sends_snapshots=beside, **settings)
     fetch = lambda keys: [groups[o].sequences[i] for o, i in keys]  # noqa: E731
     worker = TrainerWorker(spec, rank, fetch, lambda keys: {}, lambda: "127.0.0.1")
     dist.destroy_process_group()  # the worker forms its own
@@ -49,14 +45,11 @@ def started(root, rank, path, backend, beside):
         host, port = asyncio.run(worker.open_rendezvous())
         (root / "half").write_text(f"{host}:{port}")
         (root / "half").rename(place)
-    deadline = time.monotonic() + START_S
-    while not place.exists():
-        assert time.monotonic() < deadline, "rank 0 did not come"
-        time.sleep(0.05)
+    wait_until(place.exists, "rank 0", START_S)
     host, port = place.read_text().split(":")
     asyncio.run(worker.start(host, int(port), START_S))
-    plans = lease.plans(num_plans=trainer.layout.num_plans)
-    return worker, trainer.layout.by_rank(plans)[rank]
+    plans = lease.plans(num_plans=spec.trainer.layout.num_plans)
+    return worker, spec.trainer.layout.by_rank(plans)[rank]
 
 
 def gathered(value):
@@ -131,35 +124,8 @@ def publish_on_a_rank(root, rank, world_size, path, backend, beside):
     ],
 )
 def test_differences_after_steps_make_the_weights_of_all_ranks(tmp_path, backend, beside):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
-    preload = [
-        "asyncrl.trainer.rank_device",
-        "asyncrl.weights.encodings.delta_encoder",
-        "asyncrl_testing.backend_suite",
-    ]
-    ranks = run_ranks(
-        publish_on_a_rank,
-        tmp_path / "ranks",
-        RANKS,
-        tmp_path / "model",
-        backend,
-        beside,
-        preload=preload,
-        deadline_s=500,
-    )
+    args = write_model(tmp_path / "model"), backend, beside
+    ranks = run_ranks(publish_on_a_rank, tmp_path / "ranks", RANKS, *args, preload=[__name__], deadline_s=500)
     for sizes, nbytes in ranks:
         assert len(sizes) == 3
         assert all(0 < size <= 0.05 * nbytes for size in sizes), (sizes, nbytes)

@@ -3,14 +3,13 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.types.metrics import metric_of
 from tests.conftest import ROOT
+from tests.processes import ran
 from tools.document import keys_of
 
 pytestmark = pytest.mark.contract
@@ -21,9 +20,8 @@ OPEN_ENDED = ("rollout.vllm.engine_args.", "rollout.sglang.server_args.")
 
 
 def build(out, *options):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(out), *options]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return ran("-m", "mkdocs", "build", "--strict", "--quiet", "-d", out, *options, code=None, env=environment)
 
 
 def test_every_page_is_there_and_every_link_leads_somewhere(tmp_path):

@@ -17,7 +17,7 @@ from asyncrl.config.load import load_recipe
 from asyncrl.driver import preflight
 from asyncrl.driver.doctor import Observation, examine, machine
 from asyncrl.driver.doctor.machine import guarded
-from tests.conftest import ROOT
+from tests.processes import ran
 from tests.unit.test_recipes import QUICKSTART
 
 
@@ -47,9 +47,7 @@ def test_a_sound_recipe_can_start_and_every_area_is_looked_at(inputs, capsys):
 
 @pytest.mark.slow
 def test_ray_starts_for_the_examination_and_ends_with_it(inputs):
-    command = [sys.executable, "-m", "asyncrl.commands.doctor", str(QUICKSTART)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran("-m", "asyncrl.commands.doctor", QUICKSTART, timeout_s=200)
     assert "1 node(s)" in done.stdout
     assert "the run can start: 0 bad" in done.stdout
 
@@ -165,9 +163,7 @@ sys.exit(code)
 
 @pytest.mark.slow
 def test_every_node_of_a_cluster_is_asked(inputs):
-    command = [sys.executable, "-c", CLUSTER, str(QUICKSTART)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran("-c", CLUSTER, QUICKSTART, timeout_s=200)
     assert "2 node(s)" in done.stdout
     assert "GB/s to this machine" in done.stdout
     assert "2 bundles without GPUs (a replica), 1 without GPUs (a trainer rank); on one node" in done.stdout

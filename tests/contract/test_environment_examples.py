@@ -8,7 +8,7 @@ import pytest
 from asyncrl.environments.agent import AgentEnvironment
 from asyncrl.environments.tools import build_tools
 from tests.contract.test_tool_use import recipe_with
-from tests.environments import ScriptedSession, assert_exact, chat_with, task_of
+from tests.environments import ScriptedSession, assert_exact, chat_with, opened, task_of
 
 pytestmark = pytest.mark.contract
 
@@ -48,12 +48,8 @@ async def test_the_agent(tmp_path, monkeypatch):
     module, _ = example("solve", tmp_path, monkeypatch)
     recipe = recipe_with("rollout.environment=agent", f"rollout.agent.function={module}:solve")
     chat = chat_with()
-    environment = AgentEnvironment(recipe, chat)
-    await environment.start()
-    try:
+    async with opened(AgentEnvironment(recipe, chat)) as environment:
         session = ScriptedSession(chat, "a plan", "5")
         trajectory = await environment.run(task_of([1], "2+3?"), session)
-    finally:
-        await environment.close()
     assert_exact(trajectory, session)
     assert session.rewarded == ["5"]

@@ -13,7 +13,7 @@ from asyncrl.rollout.sessions import RolloutSession, SessionTools
 from asyncrl.types import SamplingParams
 from tests.contract.test_agent_endpoint import calls_a_tool
 from tests.contract.test_tool_use import recipe_with
-from tests.environments import ScriptedSession, call_text, chat_with, task_of
+from tests.environments import ScriptedSession, call_text, chat_with, opened, task_of
 from tests.unit.test_recipes import ROOT
 
 pytestmark = pytest.mark.contract
@@ -64,9 +64,7 @@ async def test_a_replay_comes_to_the_same_tokens(replies, settings):
         pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install 'asyncrl[gymnasium]'")
     recipe = recipe_with(*settings)
     chat = chat_with()
-    made = build_environment(recipe, chat)
-    await made.start()
-    try:
+    async with opened(build_environment(recipe, chat)) as made:
         task = task_of(chat.encode("<|im_start|>user\n2+3?<|im_end|>\n"))
         end = "" if "interleaved" in settings[0] else "<|im_end|>"  # its calls end no turn
         session = ScriptedSession(chat, *replies, end=end)
@@ -83,8 +81,6 @@ async def test_a_replay_comes_to_the_same_tokens(replies, settings):
         client = Client(session.made[-1])
         sampling = SamplingParams(max_tokens=400, temperature=0.7)
         again = await made.run(task, RolloutSession(SessionTools(client, chat, score), sampling, "", 0, record))
-    finally:
-        await made.close()
     assert again.response_ids.tolist() == first.response_ids.tolist()
     assert again.segments == first.segments
     assert client.sampling == [replace(sampling, max_tokens=min(400, session.budgets[-1]))]

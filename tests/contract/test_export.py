@@ -168,7 +168,7 @@ def test_a_base_of_the_hub_is_read_at_its_revision(adapted, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ({"model": {"path": "m", "pathh": "m"}}, "['pathh']"),
+        ({"model": {"path": "m", "pathh": "m"}}, "model.pathh is unknown"),
         ({"rollout": {}}, "no section model"),
         ({"model": 3}, "no section model"),
     ],
@@ -176,7 +176,7 @@ def test_a_base_of_the_hub_is_read_at_its_revision(adapted, tmp_path, monkeypatc
 def test_a_recipe_that_is_none_is_named(root, tmp_path, recipe, message):
     found = FoundCheckpoint(root / "run/checkpoints/step_3", 3, recipe)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        model_of(found)
+        model_of(found, trust_run=True)
 
 
 @pytest.mark.parametrize(

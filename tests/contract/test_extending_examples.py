@@ -2,15 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT, ran
+
 pytestmark = pytest.mark.contract
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
 
 CHOSEN = {
@@ -36,11 +34,7 @@ def test_the_examples_run_as_they_are_written(tmp_path):
     chosen = " or ".join(
         f"(test_{suite} and ({names}))" if names else f"test_{suite}" for suite, names in CHOSEN.items()
     )
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", chosen, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, cwd=tmp_path, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    command = "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", chosen, tmp_path
+    done = ran(*command, timeout_s=280, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     for suite in CHOSEN:
         assert re.search(rf"test_{suite}\.py::.* PASSED", done.stdout), done.stdout[-3000:]

@@ -1,5 +1,6 @@
 """What a fork server forks is what a new process would have been, and what it may not fork is started anew."""
 
+import contextlib
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ import pytest
 
 from asyncrl.driver.cluster import fork_server, fork_worker
 from asyncrl.driver.cluster.fork_server import SOCKET_VARIABLE, WORKER, ForkServer
+from tests.processes import ROOT, ran
 from tests.waiting import is_alive, wait_until
 
 pytestmark = [
@@ -60,9 +62,16 @@ def place(tmp_path, monkeypatch):
 
 
 def environment_of(place, **more):
-    root = Path(__file__).resolve().parents[2]
-    ours = {**os.environ, "PYTHONPATH": f"{place}:{root}", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    ours = {**os.environ, "PYTHONPATH": f"{place}:{ROOT}", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return {**ours, **more}
+
+
+@contextlib.contextmanager
+def forking(place):
+    """A server that has imported what takes long."""
+    with ForkServer() as server:
+        server.start(environment_of(place), ["heavy"])
+        yield server
 
 
 def ask(server, place, *arguments, context=None, language="PYTHON", option=None, before=None, **more):
@@ -74,16 +83,7 @@ def ask(server, place, *arguments, context=None, language="PYTHON", option=None,
         words.insert(1, option)
     if context is not None:
         words.insert(0, f"--serialized-runtime-env-context={json.dumps(context)}")
-    done = subprocess.run(
-        [sys.executable, str(WORKER), *words],
-        env=environment,
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        preexec_fn=before,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(WORKER, *words, env=environment, cwd=place, timeout_s=60, preexec_fn=before)
     assert ("ended as it should" in done.stderr) == done.stdout.startswith("{")
     return json.loads(done.stdout) if done.stdout.startswith("{") else done.stdout
 
@@ -111,22 +111,19 @@ def test_a_fork_has_the_limits_of_who_asks(place):
         Path("/proc/self/oom_score_adj").write_text("500")
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with ForkServer() as server:
-        server.start(environment_of(place), ["heavy"])
+    with forking(place) as server:
         found = ask(server, place, before=ours)
     assert (found["open_files"], found["umask"], found["oom_score_adj"]) == (700, 0o27, "500")
 
 
 def test_options_of_the_interpreter_are_its_own(place):
-    with ForkServer() as server:
-        server.start(environment_of(place), ["heavy"])
+    with forking(place) as server:
         assert ask(server, place, option="-s").split()[-2:] == ["-s", str(place / "child.py")]
 
 
 def test_a_fork_that_nobody_hears_of_does_not_go_on(place):
     """Else the process would be there twice, once started anew."""
-    with ForkServer() as server:
-        server.start(environment_of(place), ["heavy"])
+    with forking(place) as server:
         request = {
             "arguments": [str(place / "child.py")],
             "environment": environment_of(place),
@@ -167,8 +164,7 @@ def test_where_no_server_can_start_there_is_none(place, monkeypatch):
     ids=str,
 )
 def test_what_would_differ_is_started_anew(place, other):
-    with ForkServer() as server:
-        server.start(environment_of(place), ["heavy"])
+    with forking(place) as server:
         found = ask(server, place, "a", **other)
     assert found.startswith("Ray's own")
     assert found.split()[-2:] == [str(place / "child.py"), "a"]
@@ -182,8 +178,7 @@ def test_a_server_with_threads_forks_nothing(place):
 
 @pytest.mark.parametrize("how", ["killed", "closed", "silent"])
 def test_without_a_server_that_answers_processes_are_started_anew(place, how, monkeypatch):
-    with ForkServer() as server:
-        server.start(environment_of(place), ["heavy"])
+    with forking(place) as server:
         assert isinstance(ask(server, place), dict)
         if how == "silent":
             server._process.send_signal(signal.SIGSTOP)
@@ -258,13 +253,4 @@ def test_ray_has_its_processes_forked(place):
                 assert ray.get(actor.parent.remote(), timeout=60) == forks._process.pid
             assert forks.directory is None
     """)
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", driver, str(place / "log.txt")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    ran("-c", driver, place / "log.txt", env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.environments import check_environment
 from asyncrl.errors import ConfigError, DataError, DeadlineExceeded, GenerationError, ProcessDied
 from tests.contract.test_tool_use import recipe_with, text_of
-from tests.environments import ScriptedSession, assert_exact, chat_with, task_of
+from tests.environments import ScriptedSession, assert_exact, chat_with, play, task_of
 from tests.waiting import until
 
 pytest.importorskip("gymnasium", reason="the package gymnasium is not installed: pip install 'asyncrl[gymnasium]'")
@@ -22,12 +22,6 @@ ARROWS = ["left", "down", "right", "up"]
 def recipe_of(settings, *overrides):
     own = ("rollout.environment=gymnasium", "reward.function=zero", f"rollout.gymnasium={json.dumps(settings)}")
     return recipe_with(*own, *overrides)
-
-
-async def play(environment, *replies, task=None, **script):
-    session = ScriptedSession(chat_with(), *replies, **script)
-    task = task or task_of([1, 2, 3], "Guess it.", number=7)
-    return await environment.run(task, session), session
 
 
 def guessing(number, **extra):

@@ -2,15 +2,13 @@
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.contract
+from tests.processes import ran
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.contract
 
 
 TOKENIZER = "the tokenizer of the model org/none"
@@ -39,10 +37,7 @@ def test_no_command_retries_a_hub_that_is_not_there(tmp_path: Path, inputs, comm
     module, *words = command.split()
     words += [f"run.dir={tmp_path}/run"] if module == "asyncrl.commands.train" else []
     environment = {**os.environ, "HF_ENDPOINT": gone, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": ""}
-    ended = subprocess.run(
-        [sys.executable, "-m", module, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    ended = ran("-m", module, *words, env=environment, timeout_s=300, code=2)
     said = ended.stdout + ended.stderr
-    assert ended.returncode == 2, said
     assert f"asked: {asked}" in said
     assert "Retrying" not in said

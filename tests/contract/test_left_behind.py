@@ -18,6 +18,7 @@ from asyncrl.errors import Process, Stalled
 from asyncrl.observability import stacks
 from asyncrl.observability.failure_report import write_report
 from asyncrl.weights.lock_files import SEGMENT, SHARED_MEMORY
+from tests.processes import killed
 from tests.waiting import is_alive, wait_until
 
 pytestmark = pytest.mark.contract
@@ -54,7 +55,7 @@ def start_driver(run_id, elsewhere):
 def test_nothing_is_left_of_a_run_however_its_driver_ends(tmp_path, end):
     run_id = f"test-{os.getpid()}-{end}"
     driver, scratch, segment, child = start_driver(run_id, tmp_path / "named")
-    try:
+    with killed(driver):
         assert (scratch / "a.sock").exists()
         assert segment.exists()
         assert [p.pid for p in processes_of(run_id) if p.pid == child] == [child]
@@ -67,14 +68,11 @@ def test_nothing_is_left_of_a_run_however_its_driver_ends(tmp_path, end):
         wait_until(lambda: not is_alive(child), "the end of its child", 15)
         for path in (scratch, segment, tmp_path / "named"):
             wait_until(lambda path=path: not path.exists(), f"{path} is removed", 15)
-    finally:
-        driver.kill()
-        driver.wait(10)
 
 
 def test_a_segment_whose_owner_lives_is_left_alone(tmp_path):
     driver, _, segment, _ = start_driver(f"test-{os.getpid()}-a", tmp_path / "a")
-    try:
+    with killed(driver):
         other, _, gone_segment, _ = start_driver(f"test-{os.getpid()}-b", tmp_path / "b")
         other.kill()
         other.wait(10)
@@ -82,9 +80,6 @@ def test_a_segment_whose_owner_lives_is_left_alone(tmp_path):
         assert segment.exists()
         assert segment.parent == SHARED_MEMORY
         assert segment.name.startswith(SEGMENT[0])
-    finally:
-        driver.kill()
-        driver.wait(10)
 
 
 def worker(*lines):
@@ -98,7 +93,7 @@ def test_the_stacks_of_a_busy_a_blocked_and_a_stopped_process():
     busy = worker("def spins_for_ever():", "    print('up', flush=True)", "    while True: pass", "spins_for_ever()")
     lock = "def waits_for_a_lock():\n    print('up', flush=True)\n    threading.Lock().acquire() and l.acquire()"
     blocked = worker("import threading", "l = threading.Lock(); l.acquire()", lock, "waits_for_a_lock()")
-    try:
+    with killed(busy, blocked):
         assert "spins_for_ever" in stacks.read(busy.pid)
         first = stacks.read(blocked.pid)
         assert "waits_for_a_lock" in first
@@ -107,21 +102,14 @@ def test_the_stacks_of_a_busy_a_blocked_and_a_stopped_process():
         time.sleep(0.1)
         assert "is stopped" in stacks.read(blocked.pid)
         assert busy.poll() is None
-    finally:
-        for process in (busy, blocked):
-            process.kill()
-            process.wait(10)
     assert "cannot be read" in stacks.read(busy.pid)
 
 
 def test_a_process_without_a_handler_is_not_harmed():
     other = subprocess.Popen(["sleep", "30"])
-    try:
+    with killed(other):
         assert stacks.read(other.pid)
         assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait(10)
 
 
 def test_a_report_says_what_failed_and_what_everybody_was_doing(tmp_path):
@@ -129,7 +117,7 @@ def test_a_report_says_what_failed_and_what_everybody_was_doing(tmp_path):
     log = tmp_path / "log.txt"
     log.write_text("first\nlast words\n")
     error = Stalled("nothing moved").of(Process("trainer rank", 1))
-    try:
+    with killed(busy):
         places = [
             write_report(
                 tmp_path / "faults",
@@ -140,9 +128,6 @@ def test_a_report_says_what_failed_and_what_everybody_was_doing(tmp_path):
             )
             for _ in range(2)
         ]
-    finally:
-        busy.kill()
-        busy.wait(10)
     assert len(set(places)) == 2
     text = (places[0] / "report.txt").read_text()
     for part in ("Stalled: nothing moved", "trainer rank 1", "lease of message queue", str(busy.pid), "last words"):
@@ -173,9 +158,6 @@ def test_the_watchdog_barks_once_when_nothing_moves_and_not_before():
 
 def test_the_run_of_a_process_is_known_by_its_environment():
     child = subprocess.Popen(["sleep", "30"], env={**os.environ, RUN_VARIABLE: "test-known"})
-    try:
+    with killed(child):
         assert [p.pid for p in processes_of("test-known")] == [child.pid]
         assert processes_of("test-unknown") == []
-    finally:
-        child.kill()
-        child.wait(10)

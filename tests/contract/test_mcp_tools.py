@@ -12,7 +12,7 @@ import pytest
 from asyncrl.environments import build_environment, check_environment, prompt_tools
 from asyncrl.errors import ConfigError, ProcessDied
 from tests.contract.test_tool_use import recipe_with, text_of
-from tests.environments import QWEN, ScriptedSession, assert_exact, call_text, chat_with, task_of, tokenizer_with
+from tests.environments import QWEN, assert_exact, call_text, chat_with, play, tokenizer_with
 from tests.server_process import listening
 from tests.unit.test_recipes import ROOT
 from tests.waiting import is_alive, until
@@ -34,12 +34,6 @@ def with_server(settings, *overrides, tools="[]", timeout_s=20):
         f"rollout.tool_use.tool_timeout_s={timeout_s}",
         *overrides,
     )
-
-
-async def play(environment, *replies):
-    chat = chat_with()
-    session = ScriptedSession(chat, *replies)
-    return await environment.run(task_of(chat.encode("what?")), session), session
 
 
 async def said(environment, name, **arguments):

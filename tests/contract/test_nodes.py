@@ -1,18 +1,15 @@
 """What a run checks and fetches on every node before its actors start, on a cluster of two nodes on this machine."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from asyncrl.driver.cluster import nodes
 from asyncrl.driver.cluster.nodes import spans, usable_nodes
+from tests.processes import ran
 
 pytestmark = pytest.mark.contract
 
-ROOT = Path(__file__).resolve().parents[2]
 
 PREPARE = """
 import os, sys
@@ -60,9 +57,7 @@ def test_every_node_shares_the_run_directory_and_has_the_models(tmp_path):
         directory.mkdir()
     environment = {**os.environ, "HF_HOME": str(cache)}
     environment.pop("HF_HUB_OFFLINE", None)
-    command = [sys.executable, "-c", PREPARE, str(shared), str(own)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran("-c", PREPARE, shared, own, env=environment, timeout_s=400)
     assert "variables: heard 1" in done.stdout, "and a log that a node cannot write ends no process"
     assert "left behind: []" in done.stdout
     directory, model = (line for line in done.stdout.splitlines() if line.startswith("refused: "))

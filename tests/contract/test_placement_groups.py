@@ -3,7 +3,6 @@ alone, which is all that a placement needs."""
 
 import asyncio
 import time
-from pathlib import Path
 
 import pytest
 import ray
@@ -15,10 +14,11 @@ from asyncrl.config.load import load_recipe
 from asyncrl.driver.cluster.placement import words
 from asyncrl.driver.cluster.placement_groups import PlacementGroups, reserved
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, RunFailed
+from tests.processes import QUICKSTART
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow, pytest.mark.timeout(400)]
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 ANSWER_S = 120.0
 
 
@@ -79,13 +79,6 @@ def free_gpus():
     return sorted(available.get(node, {}).get("GPU", 0) for node in alive)
 
 
-def until(condition, timeout_s=ANSWER_S):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def test_replicas_are_whole_ranks_are_packed_and_all_is_given_back(cluster):
     with reserved(
         recipe("rollout.vllm.tensor_parallel_size=4", "trainer.num_ranks=8", "batch.group_size=16")
@@ -95,7 +88,7 @@ def test_replicas_are_whole_ranks_are_packed_and_all_is_given_back(cluster):
         assert (len(ranks), len(set(ranks))) == (8, 1), "neighbours share a node"
         assert len({*ranks, *replicas}) == 3
         assert free_gpus() == [0, 0, 0], "others cannot take what a restart needs"
-    until(lambda: free_gpus() == [4, 4, 8])
+    wait_until(lambda: free_gpus() == [4, 4, 8])
 
 
 def test_ranks_on_several_nodes_are_numbered_by_node(cluster):
@@ -106,7 +99,7 @@ def test_ranks_on_several_nodes_are_numbered_by_node(cluster):
         assert gpus_of(replica) in (4, 8)
     assert (len(ranks), len(set(ranks))) in ((12, 2), (12, 3))
     assert ranks == sorted(ranks, key=ranks.index)
-    until(lambda: free_gpus() == [4, 4, 8])
+    wait_until(lambda: free_gpus() == [4, 4, 8])
 
 
 def test_a_replica_and_a_rank_share_a_gpu_and_no_two_ranks_do(cluster):
@@ -121,7 +114,7 @@ def test_a_replica_and_a_rank_share_a_gpu_and_no_two_ranks_do(cluster):
         assert first_rank[0] == second_rank[0], "ipc reaches one node"
         ray.kill(replica)
         assert found([spawned(0.4, places.of_replica(0).strategy)]) == [first], "so does its replacement"
-    until(lambda: free_gpus() == [4, 4, 8])
+    wait_until(lambda: free_gpus() == [4, 4, 8])
 
 
 def test_what_cannot_fit_is_refused_before_anything_starts(cluster):
@@ -147,10 +140,10 @@ def test_gpus_that_others_use_are_waited_for_until_the_deadline_and_an_error_giv
     ):
         assert part in str(raised.value)
     remove_placement_group(others)
-    until(lambda: free_gpus() == [4, 4, 8])
+    wait_until(lambda: free_gpus() == [4, 4, 8])
     with pytest.raises(KeyError), reserved(asked):
         raise KeyError("the run has failed")
-    until(lambda: free_gpus() == [4, 4, 8])
+    wait_until(lambda: free_gpus() == [4, 4, 8])
 
 
 def test_without_gpus_processes_are_spread_over_the_nodes_or_kept_on_one(cluster):
@@ -186,9 +179,9 @@ def test_a_replica_that_joins_has_a_place_of_its_own_and_a_node_that_comes_later
         assert found([spawned(4, places.of_replica(10).strategy)])[0][0] == added.node_id
         asyncio.run(places.give_back(0))
         ready(places, 0)  # it is reserved for the whole run
-    until(lambda: free_gpus() == [4, 4, 4, 8])
+    wait_until(lambda: free_gpus() == [4, 4, 4, 8])
     cluster.remove_node(added)
-    until(lambda: free_gpus() == [4, 4, 8])
+    wait_until(lambda: free_gpus() == [4, 4, 8])
 
 
 def test_a_replica_that_joins_is_where_its_weights_reach_it(cluster):
@@ -211,7 +204,7 @@ def test_after_the_loss_of_a_node_a_process_waits_for_another_and_not_for_ever(c
     def loses(places, bundle):
         (node,) = [node for node in cluster.worker_nodes if node.node_id == places.nodes()[bundle]]
         cluster.remove_node(node, allow_graceful=False)
-        until(lambda: places.nodes()[bundle] != node.node_id)
+        wait_until(lambda: places.nodes()[bundle] != node.node_id)
 
     asked = recipe("rollout.vllm.tensor_parallel_size=8", "rollout.num_replicas=1", "trainer.num_ranks=4")
     with reserved(asked) as places:
@@ -219,7 +212,7 @@ def test_after_the_loss_of_a_node_a_process_waits_for_another_and_not_for_ever(c
         of_replica = places.of_replica(0).strategy.placement_group_bundle_index
         before = places.nodes()[of_rank]
         loses(places, of_rank)
-        until(lambda: places.nodes()[of_rank] is not None)  # Ray has found it another node
+        wait_until(lambda: places.nodes()[of_rank] is not None)  # Ray has found it another node
         (after,) = set(nodes_of_ranks(places))
         assert after not in (before, places.nodes()[of_replica])
         loses(places, of_rank)
@@ -227,7 +220,7 @@ def test_after_the_loss_of_a_node_a_process_waits_for_another_and_not_for_ever(c
         asyncio.run(waits(places, 1.0))
         cluster.add_node(num_cpus=1, num_gpus=8, object_store_memory=80 * 2**20)
         cluster.add_node(num_cpus=1, num_gpus=4, object_store_memory=80 * 2**20)
-        until(lambda: None not in places.nodes())
+        wait_until(lambda: None not in places.nodes())
         asyncio.run(places.of_replica(0).ready(5))
         assert gpus_of(node_of_replica(places, 0)) == 8
         node, gpus = found([spawned(8, places.of_replica(0).strategy)])[0]

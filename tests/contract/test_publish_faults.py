@@ -8,7 +8,6 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -16,10 +15,8 @@ import pytest
 import pytest_asyncio
 import ray
 
-from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SamplingConfig, TorchEngineConfig
-from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.driver.fleet.actor_channels import ReplicaActorChannel, channels
 from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
@@ -29,10 +26,13 @@ from asyncrl.errors import GenerationError, ProcessDied
 from asyncrl.inference.replica import Replica
 from asyncrl.inference.replica_actor import ReplicaControl, spawn_replica
 from asyncrl.rollout.generation import GenerationClient
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import GenerationRequest, ReplicaTable, SamplingParams
+from asyncrl.weights.lock_files import SHARED_MEMORY
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
+from asyncrl_testing.transport_rig import files_in
+from tests.backends import trainer_spec
 from tests.forks import fork_server
+from tests.waiting import is_alive, until
 
 pytestmark = [
     pytest.mark.contract,
@@ -70,15 +70,9 @@ def expected(model_path):
     return greedy_continuation(random_qwen3(**SHAPE), PROMPT, 12)
 
 
-def trainer_spec(path):
-    return TrainerSpec(
-        model=ModelConfig(path=str(path)), trainer=TrainerConfig(num_ranks=1), algorithm=AlgorithmConfig()
-    )
-
-
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def trainer(model_path):
-    pool = await TrainerPool.start(trainer_spec(model_path), None, 0, START_S)
+    pool = await TrainerPool.start(trainer_spec(model_path, num_ranks=1), None, 0, START_S)
     yield pool
     await pool.stop()
 
@@ -140,11 +134,8 @@ class Routes:
         await self.client.close()
 
 
-async def whole(fleet, timeout_s=60):
-    """Returns when both replicas are up."""
-    async with asyncio.timeout(timeout_s):
-        while len(fleet.members) < 2:
-            await asyncio.sleep(0.05)
+async def whole(fleet, within_s=60):
+    await until(lambda: len(fleet.members) == 2, "both replicas are up", within_s)
 
 
 class Publishing:
@@ -243,11 +234,6 @@ def trainer_pids():
     return {p.pid for p in tree if "ray::TrainerWorker" in " ".join(p.cmdline())}
 
 
-def weight_files(pids):
-    """Segments and sockets of these processes."""
-    return [p.name for p in Path("/dev/shm").glob("asyncrl-weights-*") if int(p.name.split("-")[2]) in pids]
-
-
 def requests(client, count=16):
     """Responses of 50 tokens that begin now."""
     sampling, prompt = SamplingParams(temperature=1.0, max_tokens=50), np.array(PROMPT, np.int32)
@@ -305,9 +291,7 @@ async def test_differences_reach_who_has_their_base_and_all_weights_a_replacemen
         assert (await publishing.engine.publish(version)).verified
         assert await publishing.answers() == {0: expected, 1: expected}
     os.kill(await publishing.pid(1), signal.SIGKILL)
-    async with asyncio.timeout(30):
-        while len(fleet.members) == 2:
-            await asyncio.sleep(0.05)
+    await until(lambda: len(fleet.members) < 2, within_s=30)
     assert (await publishing.engine.publish(2)).replicas == 1
     await whole(fleet)
     reports = [await publishing.engine.publish(version) for version in (3, 4)]
@@ -390,9 +374,7 @@ async def test_a_replica_that_gets_sigterm_leaves_in_good_order_and_its_requests
     await asyncio.sleep(0.02)
     os.kill(victim, signal.SIGTERM)
     await finished(running)
-    async with asyncio.timeout(60):
-        while fleet.newcomers.keys() != {1}:
-            await asyncio.sleep(0.05)
+    await until(lambda: fleet.newcomers.keys() == {1})
     assert not psutil.pid_exists(victim)
     assert fleet.routes.of(1) == ["replica_left", "replica_joined", "replica_started"]
     assert fleet._budget.total == restarts
@@ -461,7 +443,7 @@ async def test_a_trainer_killed_in_the_middle_ends_the_publish_and_nothing_half_
 ):
     """With weights that are staged the old ones go on serving."""
     others = trainer_pids()
-    second = await TrainerPool.start(trainer_spec(model_path), None, 0, START_S)
+    second = await TrainerPool.start(trainer_spec(model_path, num_ranks=1), None, 0, START_S)
     (rank,) = trainer_pids() - others
     publishing = Publishing(second, fleet, stage=stage)
     await publishing.engine.publish(6)
@@ -482,14 +464,11 @@ async def test_a_shutdown_in_the_middle_of_a_publish_ends_in_time_and_leaves_not
     publishing.under_way.clear()
     task = asyncio.create_task(publishing.engine.publish(10))
     await asyncio.wait_for(publishing.under_way.wait(), 30)
-    assert weight_files(pids), "the ring of the trainer"
+    assert files_in((SHARED_MEMORY,), pids), "the ring of the trainer"
     task.cancel()
     started = time.monotonic()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.gather(fleet.stop(3.0), trainer.stop())
     assert time.monotonic() - started < 45, "the deadline of one transfer, and the next one without it"
-    assert not weight_files(pids), "the sender has closed before its process was killed"
-    deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
+    assert not files_in((SHARED_MEMORY,), pids), "the sender has closed before its process was killed"
+    await until(lambda: not any(map(is_alive, pids)), within_s=10)

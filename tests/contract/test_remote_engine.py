@@ -25,6 +25,7 @@ from asyncrl_testing.publishing import Publisher
 from asyncrl_testing.random_model import write_random_qwen3
 from asyncrl_testing.scripted_sglang import ScriptedSglang
 from asyncrl_testing.scripted_vllm import ScriptedVllm, facts_with
+from tests.engines import running
 from tests.waiting import until
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
@@ -74,13 +75,11 @@ async def up(kind, **server):
 @asynccontextmanager
 async def serving(kind="vllm", *, real=True, script=None, server=None, **settings):
     """A server, and an engine that has started on it. `server`: arguments of the server."""
-    async with up(kind, script=script, **(server or {})) as running:
-        engine = make_engine(running.url, kind, real=real, **settings)
-        await within(engine.start())  # the first one imports transformers
-        try:
-            yield running, engine
-        finally:
-            await within(engine.stop(), 20)
+    async with (
+        up(kind, script=script, **(server or {})) as made,
+        running(make_engine(made.url, kind, real=real, **settings)) as engine,
+    ):
+        yield made, engine
 
 
 async def ends(engine):

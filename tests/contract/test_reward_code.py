@@ -7,6 +7,7 @@ import pytest
 from asyncrl.config.rewards import CodeRewardConfig, RewardConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards import build_reward
+from tests.contract.test_reward_code_programs import result_of
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
 
@@ -15,10 +16,7 @@ CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, [7]], "fn_name": "add"}
 
 
 def judge(program: str, tests: object, **extra: str):
-    text = tests if isinstance(tests, str) else json.dumps(tests)
-    row = PromptRow((ChatMessage("user", "?"),), "-", "code", (("tests", text), *extra.items()), "f:1")
-    reward = build_reward(RewardConfig(function="code", code=CodeRewardConfig(timeout_s=10.0, cpu_s=2)))
-    result = reward(f"Well:\n```python\n{program}\n```\n", row)
+    result = result_of(program, tests, **extra)
     assert result.reward == dict(result.parts)["correct"]
     return dict(result.parts)
 
@@ -68,30 +66,6 @@ def test_the_wanted_value_says_how_close_is_close(value: str, wanted: object, ri
 def test_a_forged_answer_is_wrong_and_breaks_nothing(answer: str) -> None:
     forged = f"import json\njson.dumps = lambda *a, **k: {answer}\ndef add(a, b):\n    return 1"
     assert judge(forged, CALLS)["correct"] == 0.0
-
-
-def test_the_program_is_a_module_that_can_be_found() -> None:
-    """dataclasses look their module up."""
-    program = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass\nclass P:\n    x: int\ndef add(a, b):\n    return P(a + b).x"
-    )
-    assert judge(program, "assert add(1, 2) == 3")["correct"] == 1.0
-
-
-@pytest.mark.parametrize(
-    "tests",
-    [
-        "assert add(1, 2) == 3",
-        json.dumps("assert add(1, 2) == 3"),
-        "def test_it():\n    assert add(1, 2) == 3",
-        "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(add(1, 2), 3)",
-        "def check(candidate):\n    assert candidate(1, 2) == 3",
-    ],
-)
-def test_statements(tests: str) -> None:
-    assert judge("def add(a, b):\n    return a + b", tests, entry_point="add")["correct"] == 1.0
-    assert judge("def add(a, b):\n    return a - b", tests, entry_point="add")["correct"] == 0.0
 
 
 @pytest.mark.parametrize("program", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit"])

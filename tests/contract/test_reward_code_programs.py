@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config.rewards import CodeRewardConfig, RewardConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
-from asyncrl.rewards import RewardFunction, build_reward
+from asyncrl.rewards import RewardFunction, RewardResult, build_reward
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
@@ -28,6 +28,7 @@ READ = {
 }
 STATED = {
     "assert": "assert add(1, 2) == 3",
+    "assert as JSON": json.dumps("assert add(1, 2) == 3"),
     "list": ["assert add(1, 2) == 3", "assert add(3, 4) == 7"],
     "main guard": "if __name__ == '__main__':\n    assert add(1, 2) == 3\n",
     "function": "def test_it():\n    assert add(1, 2) == 3",
@@ -95,7 +96,7 @@ RIGHT = {
     ),
     "from the future": (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
-        "def add(a, b):\n    return P(a + b).x\n" + GUARD
+        "def add(a, b):\n    return P(a + b).x\n" + GUARD  # dataclasses look their module up
     ),
 }
 ALL = {**CALLED, **READ, **STATED}
@@ -108,10 +109,14 @@ def code_reward() -> RewardFunction:
     return build_reward(RewardConfig(function="code", code=CodeRewardConfig(timeout_s=10.0, cpu_s=2)))
 
 
-def judge(program: str, tests: object, **extra: str) -> float:
+def result_of(program: str, tests: object, **extra: str) -> RewardResult:
     text = tests if isinstance(tests, str) else json.dumps(tests)
     row = PromptRow((ChatMessage("user", "?"),), "-", "code", (("tests", text), *extra.items()), "f:1")
-    return code_reward()(f"```python\n{program}\n```", row).reward
+    return code_reward()(f"Well:\n```python\n{program}\n```\n", row)
+
+
+def judge(program: str, tests: object, **extra: str) -> float:
+    return result_of(program, tests, **extra).reward
 
 
 def judged(program: str, forms: dict[str, object]) -> dict[str, float]:

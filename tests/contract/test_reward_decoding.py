@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.rewards import GroupRewardConfig, RewardConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards.reward_pool import RewardPool
-from tests.environments import chat_with
+from tests.environments import chat_with, opened
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
 
@@ -34,23 +34,17 @@ async def test_token_ids_are_decoded_as_the_chat_decodes_them(pool):
     pool.decode_with(chat.plain_decoder)
     assert pool.decodes
     whole = chat.encode("<|im_start|>Straße: 3 + 4 = 7 <|im_end|> 日本語 ..., isn't it?")
-    await pool.start()
-    try:
+    async with opened(pool):
         for ids in (whole, whole[:-3], whole[1:12], whole[:0]):
             row = replace(ROW, ground_truth=chat.decode(ids))
             for response in (ids, ids.astype(np.int64), chat.decode(ids)):
                 assert (await pool.score(response, row)).reward == 1.0
             assert (await pool.score(whole[2:], row)).reward == 0.0
             assert [r.reward for r in await pool.score_group([ids, "else", chat.decode(ids)], row)] == [1.0, 0.0, 1.0]
-    finally:
-        await pool.close()
 
 
 async def test_token_ids_without_a_decoder_are_an_error(pool):
-    await pool.start()
-    try:
+    async with opened(pool):
         with pytest.raises(TypeError, match="no decoder"):
             await pool.score(np.arange(3), ROW)
         assert (await pool.score("7", ROW)).reward == 1.0
-    finally:
-        await pool.close()

@@ -21,6 +21,7 @@ from asyncrl.rewards import RewardResult, build_reward
 from asyncrl.rewards.reward_pool import RewardPool
 from asyncrl.workers import worker_pool
 from asyncrl.workers.worker_process import WorkerProcess
+from tests.processes import ran
 from tests.waiting import is_alive, until
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
@@ -202,9 +203,7 @@ async def main():
     await pool.close()
 uvloop.run(main())
 """
-    root = Path(__file__).resolve().parents[2]
-    run = [sys.executable, "-c", script]
-    done = await asyncio.to_thread(subprocess.run, run, cwd=root, capture_output=True, text=True, timeout=40)
+    done = await asyncio.to_thread(ran, "-c", script, timeout_s=40)
     assert done.stdout.strip() == "['ProcessDied', 'DeadlineExceeded', 'ProcessDied', 'RewardResult']", done.stderr
 
 

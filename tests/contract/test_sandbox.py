@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, ProcessDied
 from asyncrl.workers.sandbox import SandboxLimits, _result, protection, require_protection, run_python
+from tests.processes import assert_gone, ran
 
 pytestmark = [
     pytest.mark.contract,
@@ -227,7 +227,7 @@ assert os.waitpid(child, 0)[1] == 0
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_program_does_not_begin_before_its_supervisor_is_protected():
-    subprocess.run([sys.executable, "-c", SLOW_TO_PROTECT], check=True, timeout=60)
+    ran("-c", SLOW_TO_PROTECT, timeout_s=60)
 
 
 def test_an_end_without_a_word_is_the_failure_of_a_program_that_had_begun():
@@ -285,8 +285,7 @@ with sandbox._directory() as directory:
 
 
 def test_what_killed_owners_left_is_swept(sandboxes):
-    command, environment = [sys.executable, "-c", ABANDONED], {**os.environ, "TMPDIR": str(sandboxes)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    done = ran("-c", ABANDONED, env={**os.environ, "TMPDIR": str(sandboxes)}, timeout_s=30, code=9)
     left = Path(done.stdout.strip())
     assert (left / "x").exists(), done
     assert run_python("print(1)", limits=LIMITS).succeeded
@@ -328,8 +327,7 @@ def test_processes_end_with_it(program, level, sandboxes):
     started = time.monotonic()
     run_python(program, limits=SandboxLimits(timeout_s=2.0, cpu_s=1), level=level)
     assert time.monotonic() - started < 15.0
-    _, alive = psutil.wait_procs(inside(sandboxes), timeout=5)  # the kernel may still be ending what was killed
-    assert not alive
+    assert_gone(inside(sandboxes), 5)  # the kernel may still be ending what was killed
 
 
 def inside(place):

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,12 +15,13 @@ import pytest
 from asyncrl.chat.connection_limits import ConnectionLimits
 from asyncrl.config.environments import AgentConfig
 from asyncrl.environments.agent_server import AgentServer
+from tests.environments import opened
+from tests.processes import ROOT
 from tests.serving import ASK, serving
 from tests.waiting import until
 
 pytestmark = pytest.mark.contract
 
-ROOT = Path(__file__).resolve().parents[2]
 BIG = {"prompt": [[7] * 500] * 8, "n": 64, "max_tokens": 1, "return_token_ids": True}
 """The answer has a megabyte."""
 LONG = {"prompt": "x", "n": 32, "max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}
@@ -37,12 +37,8 @@ def limits(**given):
 
 @asynccontextmanager
 async def agents(given):
-    server = AgentServer(AgentConfig(), given)
-    await server.start()
-    try:
+    async with opened(AgentServer(AgentConfig(), given)) as server:
         yield server.url.removesuffix("/v1"), server.limiter.counts
-    finally:
-        await server.close()
 
 
 @asynccontextmanager

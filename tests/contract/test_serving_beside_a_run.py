@@ -65,6 +65,11 @@ class Beside:
         await self.replicas[replica_id].submit("run", requests)
         return lambda: self.replicas[replica_id].abort([request.request_id for request in requests])
 
+    def asked(self, **options):
+        """A task that asks once, by OpenAI's client."""
+        create = self.client().completions.create
+        return asyncio.create_task(create(**{"model": "policy", "prompt": "x", "max_tokens": 4} | options))
+
 
 @asynccontextmanager
 async def beside(tmp_path, count=2, *, publish_first=True, tick_s=0.001, **settings):
@@ -164,10 +169,7 @@ async def test_clients_wait_while_the_run_has_all_places_and_are_then_told_to_co
 
 async def test_one_client_never_has_more_than_its_share(tmp_path):
     async with beside(tmp_path, count=2) as run:
-        body = {"ignore_eos": True}
-        many = asyncio.create_task(
-            run.client().completions.create(model="policy", prompt="x", n=20, max_tokens=200, extra_body=body)
-        )
+        many = run.asked(n=20, max_tokens=200, extra_body={"ignore_eos": True})
         most = 0
         while not many.done():
             at_engines = [engine.health() for engine in run.engines]
@@ -179,7 +181,7 @@ async def test_one_client_never_has_more_than_its_share(tmp_path):
 
 async def test_before_the_first_publish_a_request_waits_and_is_answered_by_it(tmp_path):
     async with beside(tmp_path, publish_first=False) as run:
-        asking = asyncio.create_task(run.client().completions.create(model="policy", prompt="x", max_tokens=4))
+        asking = run.asked()
         await asyncio.sleep(0.2)
         assert not asking.done()
         assert (await run.server.stats()).waiting == 1
@@ -190,15 +192,12 @@ async def test_before_the_first_publish_a_request_waits_and_is_answered_by_it(tm
 async def test_a_gate_that_stays_closed_is_said_to_be_the_reason(tmp_path):
     async with beside(tmp_path, publish_first=False, wait_timeout_s=0.5) as run:
         with pytest.raises(openai.InternalServerError, match="no replica has a committed version yet"):
-            await run.client().completions.create(model="policy", prompt="x", max_tokens=4)
+            await run.asked()
 
 
 async def test_what_is_in_flight_when_a_replica_is_replaced_goes_on_elsewhere(tmp_path):
     async with beside(tmp_path) as run:
-        body = {"ignore_eos": True}
-        asking = asyncio.create_task(
-            run.client().completions.create(model="policy", prompt="x", max_tokens=600, extra_body=body)
-        )
+        asking = run.asked(max_tokens=600, extra_body={"ignore_eos": True})
         await until(lambda: any(e.health().generated_tokens > 30 for e in run.engines), "it does not begin")
         (at,) = [i for i, engine in enumerate(run.engines) if engine.health().running]
         await run.server.set_replicas(run.rows.drop(at))
@@ -224,14 +223,11 @@ async def test_the_file_names_the_server_and_the_key_is_asked_for(tmp_path):
 
 async def test_more_requests_than_the_limit_are_sent_away_at_once(tmp_path):
     async with beside(tmp_path, publish_first=False, max_requests=3) as run:
-        client = run.client()
-        waiting = [
-            asyncio.create_task(client.completions.create(model="policy", prompt="x", max_tokens=4)) for _ in range(3)
-        ]
+        waiting = [run.asked() for _ in range(3)]
         stats = run.server._metrics
         await until(lambda: stats.in_flight == 3, "they do not arrive")
         with pytest.raises(openai.RateLimitError):
-            await client.completions.create(model="policy", prompt="x", max_tokens=4)
+            await run.asked()
         await run.publish("abort")
         assert {answer.weight_version for answer in await asyncio.gather(*waiting)} == {1}
         assert (await run.server.stats()).refused == 1

@@ -6,19 +6,12 @@ import json
 import pytest
 
 from asyncrl.data.tool_calls import written
-from tests.environments import QWEN
+from tests.environments import ADD, QWEN
 from tests.serving import ASK, REFUSED_SCHEMA, byte_tokenizer, serving
 
 pytestmark = pytest.mark.contract
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "adds",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    },
-}
+TOOL = ADD
 LONG = {"max_model_len": 4096}
 SIMPLE = (
     "{% for m in messages %}{{ '<assistant>' if m.role == 'assistant' else '<user>' }}{{ m.content }}<end>{% endfor %}"

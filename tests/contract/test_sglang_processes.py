@@ -7,25 +7,23 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.types import ModelFacts
 from asyncrl_testing.engine_client import Client, complete, make_request, within
 from asyncrl_testing.random_model import write_random_qwen3
+from tests.engines import running, sglang_engine, started
 from tests.make import require_sglang
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, assert_gone, killed
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.contract, pytest.mark.sglang]
-
-START_S = 240.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,55 +43,39 @@ def nothing_is_left():
 
     before = left()
     yield
-    end = time.monotonic() + 20
-    while left() - before and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_until(lambda: not left() - before, within_s=20)
     assert left() == before
 
 
-def make_engine(path, *, real=True):
-    from asyncrl.inference.sglang.engine import SglangEngine
-
-    settings = SglangEngineConfig(max_model_len=512, max_running_requests=8, max_total_tokens=1 << 13)
-    return SglangEngine(ModelConfig(path=str(path)), settings, load_real_weights=real)
+make_engine = partial(sglang_engine, real=True)
 
 
 async def test_a_dead_scheduler_is_noticed_and_costs_no_token_that_had_arrived(model_path):
-    engine = make_engine(model_path)
-    await within(engine.start(), START_S)
-    try:
-        running = Client(engine, make_request(max_tokens=400))
-        await running.first_tokens()
+    async with running(make_engine(model_path)) as engine:
+        client = Client(engine, make_request(max_tokens=400))
+        await client.first_tokens()
         below = psutil.Process().children(recursive=True)
         scheduler = next(p for p in below if "scheduler" in p.name() or "scheduler" in " ".join(p.cmdline()))
         os.kill(scheduler.pid, signal.SIGKILL)
         with pytest.raises(GenerationError, match="SGLang's process ended"):
-            await within(running.task, 20.0)
-        assert running.ids
+            await within(client.task, 20.0)
+        assert client.ids
         health = engine.health()
         assert (health.alive, health.running, health.waiting) == (False, 0, 0)
         for call in (engine.resume(), engine.commit(1), engine.pause("keep"), complete(engine)):
             with pytest.raises(GenerationError, match="SGLang's process ended"):
                 await within(call)
         await within(engine.abort(None))
-    finally:
-        await within(engine.stop())
-    _, alive = psutil.wait_procs(below, timeout=10.0)
-    assert not alive
+    assert_gone(below, 10.0)
 
 
 async def test_a_scheduler_that_fails_leaves_nothing(model_path):
     """It says so by SIGQUIT to the process that started it, where SGLang's own handler kills everything at once."""
-    engine = make_engine(model_path)
-    await within(engine.start(), START_S)
-    try:
+    async with running(make_engine(model_path)):
         below = psutil.Process().children(recursive=True)
         (host,) = [p for p in psutil.Process().children() if "asyncrl.inference.sglang.host" in " ".join(p.cmdline())]
         host.send_signal(signal.SIGQUIT)
-        _, alive = psutil.wait_procs(below, timeout=20.0)
-        assert not alive
-    finally:
-        await within(engine.stop())
+        assert_gone(below, 20.0)
 
 
 async def test_an_engine_that_is_stopped_while_it_starts_leaves_nothing(model_path):
@@ -106,34 +88,24 @@ async def test_an_engine_that_is_stopped_while_it_starts_leaves_nothing(model_pa
     await within(engine.stop(), 30.0)
     with pytest.raises(GenerationError, match="stopped"):
         await within(starting)
-    _, alive = psutil.wait_procs(below, timeout=20.0)
-    assert not alive
+    assert_gone(below, 20.0)
 
 
 async def test_a_cache_smaller_than_the_longest_request_is_refused_at_the_start(model_path):
-    settings = SglangEngineConfig(max_model_len=512, max_running_requests=8, max_total_tokens=256)
-    from asyncrl.inference.sglang.engine import SglangEngine
-
-    engine = SglangEngine(ModelConfig(path=str(model_path)), settings, load_real_weights=True)
+    engine = make_engine(model_path, max_total_tokens=256)
     with pytest.raises(ConfigError, match="max_total_tokens"):
-        await within(engine.start(), START_S)
+        await started(engine)
     await within(engine.stop())
 
 
 @pytest.mark.timeout(400)
 def test_nothing_outlives_an_owner_that_is_killed(model_path):
     command = [sys.executable, "-m", "tests.contract.test_sglang_processes", str(model_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
-        try:
-            assert next(line for line in owner.stdout if line.startswith("started"))
-            below = psutil.Process(owner.pid).children(recursive=True)
-            assert len(below) >= 2
-        finally:
-            owner.kill()
-        _, alive = psutil.wait_procs(below, timeout=20.0)
-        for process in alive:
-            process.kill()
-        assert not alive
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner, killed(owner):
+        assert next(line for line in owner.stdout if line.startswith("started"))
+        below = psutil.Process(owner.pid).children(recursive=True)
+        assert len(below) >= 2
+    assert_gone(below, 20.0)
 
 
 async def test_an_engine_that_cannot_start_says_why(tmp_path):
@@ -142,7 +114,7 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path):
     (model / "config.json").write_text("{}")
     engine = make_engine(model)
     with pytest.raises(GenerationError, match="SGLang"):
-        await within(engine.start(), START_S)
+        await started(engine)
     assert not engine.health().alive
     await within(engine.stop())
 
@@ -186,8 +158,7 @@ def test_a_dry_run_probes_the_installed_sglang(model_path, capsys):
 
 
 async def _own(path):
-    engine = make_engine(path)
-    await engine.start()
+    engine = await started(make_engine(path))
     await complete(engine, max_tokens=4)
     sys.stdout.write("started\n")
     sys.stdout.flush()

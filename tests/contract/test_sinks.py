@@ -1,8 +1,6 @@
 """W&B, offline, and TensorBoard as they are."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ import pytest
 from asyncrl.config.load import load_recipe
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.sinks import build_sinks
-from tests.conftest import ROOT
+from tests.processes import ran
 from tests.unit.test_metrics import record
 from tests.unit.test_recipes import QUICKSTART
 
@@ -84,10 +82,8 @@ finally:
     ],
 )
 def test_wandb_ends_without_a_traceback_however_its_service_does(tmp_path, nobody, how, code, failed):
-    command = [sys.executable, "-c", ENDS, how, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = ran("-c", ENDS, how, tmp_path, code=code)
     assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == code, done.stderr
     assert re.search(f"failed {failed}$", done.stdout, re.MULTILINE), done.stdout
     assert list(Path(tmp_path).glob("wandb/offline-run-*/*.wandb"))
     assert "pandas False" in done.stdout, "80 MB of the driver's memory, for data frames that no sink sends"

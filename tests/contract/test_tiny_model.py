@@ -3,8 +3,8 @@
 import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
@@ -14,26 +14,19 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.data.arithmetic import LEVELS, make_problems
 from asyncrl.data.model_files import check_model
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
 from tools import make_tiny_model
+from tools.arithmetic import LEVELS, make_problems
 
 pytestmark = pytest.mark.contract
 
 
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run_tool(*arguments: str) -> Done:
+def run_tool(*arguments: str) -> CompletedProcess[str]:
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
         code = make_tiny_model.main(arguments)
-    return Done(code, output.getvalue(), errors.getvalue())
+    return CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 @pytest.fixture(scope="module")

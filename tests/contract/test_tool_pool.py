@@ -13,6 +13,7 @@ import pytest_asyncio
 from asyncrl.config.environments import ToolUseConfig
 from asyncrl.environments.toolbox import ToolPool
 from asyncrl.errors import ConfigError, ProcessDied
+from tests.environments import opened
 from tests.waiting import is_alive, until
 
 pytestmark = pytest.mark.contract
@@ -133,9 +134,7 @@ async def test_a_tool_that_cannot_start_is_a_config_error():
 
 @pytest.mark.slow
 async def test_python_prints_fails_and_is_stopped():
-    pool = ToolPool(config("python", tool_timeout_s=15.0))
-    await pool.start()
-    try:
+    async with opened(ToolPool(config("python", tool_timeout_s=15.0))) as pool:
         assert (await pool.call("python", {"code": "print(6 * 7)"})).text == "42"
         failed = await pool.call("python", {"code": "print('so far')\n1 / 0"})
         assert failed.failed
@@ -146,16 +145,10 @@ async def test_python_prints_fails_and_is_stopped():
         assert "limit of" in stuck.text
         assert "begun" in stuck.text
         assert pool.workers.killed == 0, "the sandbox ends it before the deadline of the call"
-    finally:
-        await pool.close()
 
 
 async def test_search_over_a_corpus(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"title": "Moon", "text": "It circles the earth."}\n{"title": "Sun", "text": "It shines."}\n')
-    pool = ToolPool(config("search", corpus=str(corpus)))
-    await pool.start()
-    try:
+    async with opened(ToolPool(config("search", corpus=str(corpus)))) as pool:
         assert (await pool.call("search", {"query": "what circles the earth"})).text.startswith("1. Moon")
-    finally:
-        await pool.close()

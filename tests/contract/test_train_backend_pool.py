@@ -11,7 +11,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -20,8 +19,7 @@ import torch.distributed as dist
 
 from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import MegatronConfig, TrainerConfig
+from asyncrl.config.trainer import MegatronConfig
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.driver.fleet.trainer_pool import TrainerPool
 from asyncrl.errors import (
@@ -36,15 +34,18 @@ from asyncrl.errors import (
 from asyncrl.remote.reply import reply
 from asyncrl.remote.waits import MESSAGE_QUEUE
 from asyncrl.trainer.rank_device import await_peers
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import TrainerWorker, in_thread
 from asyncrl.types import Manifest
+from asyncrl.weights.lock_files import SHARED_MEMORY
 from asyncrl.weights.plan import make_manifest, plan_buckets
 from asyncrl.weights.transports import build_receiver
 from asyncrl.weights.transports.process_group import host_store
 from asyncrl_testing.backend_suite import random_lease, write_model
+from asyncrl_testing.transport_rig import files_in
+from tests.backends import trainer_spec
 from tests.forks import fork_server
 from tests.make import needs_megatron
+from tests.waiting import is_alive, until, wait_until
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -80,9 +81,8 @@ class Queue:
     def fetch(self, keys):
         self._fetches += 1
         time.sleep(self._delay_s)
-        deadline = time.monotonic() + 120
-        while self._awaited is not None and not self._awaited.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        if self._awaited is not None:
+            wait_until(self._awaited.exists, within_s=120)
         missing = [ordinal for ordinal, _ in keys if ordinal not in self._groups]
         if missing:
             raise LedgerError(f"fetch of group {missing[0]} refused")
@@ -93,12 +93,8 @@ class Queue:
 
 
 def spec(path, **trainer):
-    return TrainerSpec(
-        model=ModelConfig(path=str(path)),
-        trainer=TrainerConfig(**{"num_ranks": 2, "lr": 1e-2, "collective_timeout_s": 20, **trainer}),
-        algorithm=AlgorithmConfig(kl=KlConfig(coefficient=1e-6)),
-        num_threads=2,
-    )
+    usual = {"num_ranks": 2, "lr": 1e-2, "collective_timeout_s": 20, "num_threads": 2}
+    return trainer_spec(path, AlgorithmConfig(kl=KlConfig(coefficient=1e-6)), **usual | trainer)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +143,11 @@ async def sending(queue, model_path):
     pool.kill()
 
 
+async def told(method, *words):
+    """What the queue answers."""
+    return await reply(method.remote(*words), timeout_s=10, call="queue", process=MESSAGE_QUEUE)
+
+
 async def test_the_divergence_of_every_trajectory_comes_from_its_rank(pool, lease):
     found = await pool.reference_kl(lease.plans(num_plans=2))
     assert set(found) == set(lease.trajectories)
@@ -180,7 +181,7 @@ async def test_steps_train_and_every_rank_computes_with_its_threads(pool, lease)
 
 
 async def test_ping_answers_during_a_step(pool, lease, queue):
-    await reply(queue.delay.remote(1.0), timeout_s=5, call="delay", process=MESSAGE_QUEUE)
+    await told(queue.delay, 1.0)
     step = asyncio.ensure_future(pool.train_step(lease.plans(num_plans=2)))
     try:
         await asyncio.sleep(0)
@@ -189,16 +190,13 @@ async def test_ping_answers_during_a_step(pool, lease, queue):
         assert cpu_s > 1.0  # two processes that imported torch
         await step
     finally:
-        await reply(queue.delay.remote(0.0), timeout_s=5, call="delay", process=MESSAGE_QUEUE)
+        await told(queue.delay, 0.0)
 
 
 async def test_ranks_fetch_for_the_next_step_while_one_trains(pool, lease, queue, tmp_path):
-    async def of_queue(method, *words):
-        return await reply(method.remote(*words), timeout_s=5, call="queue", process=MESSAGE_QUEUE)
-
     plans, go = lease.plans(num_plans=2), tmp_path / "go"
-    await of_queue(queue.wait_for, go)
-    await of_queue(queue.foresee, True)
+    await told(queue.wait_for, go)
+    await told(queue.foresee, True)
     step = asyncio.ensure_future(pool.train_step(plans))
     try:
         await asyncio.wait_for(pool.fetch_ahead(plans), 20)
@@ -206,14 +204,14 @@ async def test_ranks_fetch_for_the_next_step_while_one_trains(pool, lease, queue
     finally:
         go.touch()
         await step
-        await of_queue(queue.wait_for, None)
-    fetched = await of_queue(queue.fetches)
+        await told(queue.wait_for, None)
+    fetched = await told(queue.fetches)
     await pool.train_step(plans)
-    assert await of_queue(queue.fetches) == fetched, "both ranks held what their plans name"
-    await of_queue(queue.foresee, False)
+    assert await told(queue.fetches) == fetched, "both ranks held what their plans name"
+    await told(queue.foresee, False)
     await pool.fetch_ahead(plans)
     await pool.train_step(plans)
-    assert await of_queue(queue.fetches) == fetched + 2, "nothing was foreseen"
+    assert await told(queue.fetches) == fetched + 2, "nothing was foreseen"
 
 
 class Stuck(TrainerWorker):
@@ -398,13 +396,13 @@ async def test_a_start_that_is_too_slow_is_named(queue, model_path):
 
 async def test_replies_are_bounded_and_typed(queue):
     with pytest.raises(RunFailed, match="budget spent"):
-        await reply(queue.fail.remote(), timeout_s=10, call="fail", process=MESSAGE_QUEUE)
-    await reply(queue.delay.remote(3.0), timeout_s=10, call="delay", process=MESSAGE_QUEUE)
+        await told(queue.fail)
+    await told(queue.delay, 3.0)
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="fetch of message queue"):
         await reply(queue.fetch.remote([]), timeout_s=0.3, call="fetch", process=MESSAGE_QUEUE)
     assert time.monotonic() - started < 2
-    await reply(queue.delay.remote(0.0), timeout_s=10, call="delay", process=MESSAGE_QUEUE)
+    await told(queue.delay, 0.0)
 
 
 async def test_a_step_that_is_late_names_the_rank_that_is_stopped(pool, lease):
@@ -436,7 +434,7 @@ async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, 
     await pool.capture()
     await pool.save(tmp_path / "whole", START_S)
     await pool.capture()
-    await reply(queue.delay.remote(0.5), timeout_s=5, call="delay", process=MESSAGE_QUEUE)
+    await told(queue.delay, 0.5)
     saving = asyncio.ensure_future(pool.save(blocked(tmp_path / "trainer", rank=1), START_S))
     step = asyncio.ensure_future(pool.train_step(lease.plans(num_plans=2)))
     await pool.ping(5.0)
@@ -452,18 +450,18 @@ async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, 
     os.kill(pids[0], signal.SIGKILL)  # so that its shared memory is left behind
     await pool.stop()
     await pool.stop()
-    assert not _alive(pids[0])
+    await until(lambda: not is_alive(pids[0]), within_s=10)
 
 
 @pytest.mark.slow
 async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, lease, tmp_path, killed):
     """One pool for both: the start is what costs."""
-    await reply(queue.delay.remote(0.0), timeout_s=5, call="delay", process=MESSAGE_QUEUE)
+    await told(queue.delay, 0.0)
     pool = await TrainerPool.start(spec(model_path, collective_timeout_s=4), queue, 0, START_S)
     try:
         pids, plans = pids_of(pool), lease.plans(num_plans=2)
         await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
-        assert segments_of(killed) == []
+        assert not files_in((SHARED_MEMORY,), killed)
         await pool.capture()
         first = await pool.train_step(plans)
         await pool.save(tmp_path / "trainer", START_S)
@@ -485,7 +483,7 @@ async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, leas
         assert time.monotonic() - started < 10
     with pytest.raises((ProcessDied, RuntimeError)):
         await asyncio.wait_for(saving, 20)
-    assert not any(_alive(pid) for pid in pids)
+    await until(lambda: not any(map(is_alive, pids)), within_s=10)
 
 
 def test_ranks_may_come_later_than_a_collective_may_take():
@@ -515,22 +513,3 @@ def blocked(directory, rank):
 def unblock(directory, rank):
     """The rank's write goes on, and fails."""
     os.close(os.open(directory / f"__{rank}_0.distcp", os.O_RDONLY | os.O_NONBLOCK))
-
-
-def segments_of(pids):
-    """Names of the shared memory of these processes."""
-    return [p.name for p in Path("/dev/shm").glob("asyncrl-weights-*.seg") if int(p.name.split("-")[2]) in pids]
-
-
-def _alive(pid):
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        with open(f"/proc/{pid}/stat") as stat:
-            if stat.read().split()[2] == "Z":
-                return False
-        time.sleep(0.05)
-    return True

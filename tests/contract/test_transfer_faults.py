@@ -21,6 +21,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError
+from asyncrl.types import PartsSource
 from asyncrl.weights import object_store
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import make_manifest
@@ -79,23 +80,30 @@ def sender() -> Iterator[SenderProcess]:
 
 @dataclass
 class Group:
-    """A sender and the receivers that have joined it."""
+    """A sender, or several of a part each, and the receivers that have joined it."""
 
     transport: str
-    sender: SenderProcess
+    senders: list[SenderProcess]
     receivers: list[Worker]
     directory: Path
     delta: bool = False
     publishes: int = 0
     base: int | None = None
     """What all receivers have, if they can be sent the differences to it."""
+    firsts: tuple[int, ...] = (0,)
+    """With which tensor the part of each sender begins."""
+
+    @property
+    def sender(self) -> SenderProcess:
+        return self.senders[0]
 
     def open(self, bucket_bytes: int = BUCKET_BYTES) -> None:
         transport, place = self.transport, str(self.directory)
         if transport == "objects":
             transport, place = "disk", f"file://{place}"
         command = Open(transport, len(self.receivers), place, bucket_bytes)
-        self.source = self.sender.open(command)
+        sources = [sender.open(command) for sender in self.senders]
+        self.source = PartsSource.of(sources, self.firsts) if sources[1:] else sources[0]
         for number, worker in enumerate(self.receivers):
             worker.join(replace(self.source, receiver=number))
 
@@ -106,27 +114,27 @@ class Group:
         self.base = None
         for number, worker in enumerate(self.receivers):
             worker.begin(Receive(send.manifest, timeout_s, (troubles or {}).get(number)))
-        self.sender.begin(send)
+        for number, sender in enumerate(self.senders):
+            sender.begin(replace(send, part=(number, self.firsts)) if self.senders[1:] else send)
         return send
 
     def outcomes(self) -> list[Outcome]:
         return [worker.outcome() for worker in self.receivers]
 
-    def publish(self, seed: int) -> Sent:
+    def publish(self, seed: int) -> None:
         """One publish that must succeed."""
         self.begin(Send(0, seed))
-        sent = self.sender.outcome()
-        assert sent.error is None, sent.error
+        sent = [sender.outcome() for sender in self.senders]
+        assert [one.error for one in sent] == [None] * len(sent)
         for outcome in self.outcomes():
             assert outcome.error is None, outcome.error
             assert outcome.tensors == contents(weights_of(seed, small=False))
-            assert outcome.digest == sent.digest
+            assert outcome.digest == tuple(number for one in sent for number in one.digest or ())
         self.base = seed if self.delta else None
-        return sent
 
     def files(self) -> set[Path]:
-        """What the sender, or one that it replaced, has put somewhere and is still there."""
-        return files_in((SHARED_MEMORY, self.directory), self.sender.pids)
+        """What the senders, or those that they replaced, have put somewhere and is still there."""
+        return files_in((SHARED_MEMORY, self.directory), {pid for sender in self.senders for pid in sender.pids})
 
     def require_dropped(self, outcomes: list[Outcome]) -> None:
         """Every receiver knew soon that the sender had ended it."""
@@ -149,7 +157,7 @@ def group(
     directory = tmp_path / "weights"
     directory.mkdir()
     transport, _, delta = request.param.partition(" ")
-    group = Group(transport, sender, receivers, directory, delta == "delta")
+    group = Group(transport, [sender], receivers, directory, delta == "delta")
     group.open()
     if group.delta:
         group.publish(9)

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -61,16 +62,29 @@ def processes() -> Iterator[list[Worker]]:
         yield workers
 
 
-class TestIpc(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
+class BetweenProcesses(TransportSuite, TransportLifecycleSuite, DeltaSuite):
+    """`directory`: where the transport writes files, with a place for that of the test."""
+
+    transport: ClassVar[str]
+    directory: ClassVar[str] = ""
+
+    def sender(self, **settings: str):
+        """What builds it."""
+        return partial(build_sender, self.transport, **settings)
+
     @pytest.fixture
-    def rig(self, processes: list[Worker]) -> Rig:
-        return Rig(partial(build_sender, "ipc"), processes, workers_can_die=True)
+    def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
+        settings = {"directory": self.directory.format(tmp_path)} if self.directory else {}
+        build = self.sender(**settings)
+        return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
 
 
-class TestCollective(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
-    @pytest.fixture
-    def rig(self, processes: list[Worker]) -> Rig:
-        return Rig(partial(build_sender, "collective"), processes, workers_can_die=True)
+class TestIpc(BetweenProcesses, StrangerSuite):
+    transport = "ipc"
+
+
+class TestCollective(BetweenProcesses, StrangerSuite):
+    transport = "collective"
 
 
 @pytest.mark.slow
@@ -86,52 +100,40 @@ class TestCollectiveAsOverNccl(TransportSuite):
         return Rig(partial(build_sender, "collective"), processes_of_gpus, workers_can_die=True)
 
 
-class TestDisk(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
-    @pytest.fixture
-    def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
-        build = partial(build_sender, "disk", directory=str(tmp_path))
-        return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
+class TestDisk(BetweenProcesses, StrangerSuite):
+    transport, directory = "disk", "{}"
 
 
-class TestObjects(TransportSuite, TransportLifecycleSuite, DeltaSuite, StrangerSuite):
+class TestObjects(BetweenProcesses, StrangerSuite):
     """Object storage, by fsspec over local files."""
 
-    @pytest.fixture
-    def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
-        build = partial(build_sender, "disk", directory=f"file://{tmp_path}")
-        return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
+    transport, directory = "disk", "file://{}"
 
 
-def two_senders(transport: str, **settings: str):
-    """Builds senders of which the second sends all from the fourth tensor on."""
+class TwoSenders(BetweenProcesses):
+    """The second one sends all from the fourth tensor on."""
 
-    def build(bucket_bytes: int, num_receivers: int):
-        senders = [build_sender(transport, bucket_bytes, num_receivers, **settings) for _ in range(2)]
-        return guarded(senders, (0, 3), bucket_bytes)
+    def sender(self, **settings: str):
+        def build(bucket_bytes: int, num_receivers: int):
+            senders = [build_sender(self.transport, bucket_bytes, num_receivers, **settings) for _ in range(2)]
+            return guarded(senders, (0, 3), bucket_bytes)
 
-    return build
-
-
-@pytest.mark.slow
-class TestTwoSendersOverIpc(TransportSuite, TransportLifecycleSuite, DeltaSuite):
-    @pytest.fixture
-    def rig(self, processes: list[Worker]) -> Rig:
-        return Rig(two_senders("ipc"), processes, workers_can_die=True)
+        return build
 
 
 @pytest.mark.slow
-class TestTwoSendersOverCollective(TransportSuite, TransportLifecycleSuite, DeltaSuite):
-    @pytest.fixture
-    def rig(self, processes: list[Worker]) -> Rig:
-        return Rig(two_senders("collective"), processes, workers_can_die=True)
+class TestTwoSendersOverIpc(TwoSenders):
+    transport = "ipc"
 
 
 @pytest.mark.slow
-class TestTwoSendersOverDisk(TransportSuite, TransportLifecycleSuite, DeltaSuite):
-    @pytest.fixture
-    def rig(self, processes: list[Worker], tmp_path: Path) -> Rig:
-        build = two_senders("disk", directory=str(tmp_path))
-        return Rig(build, processes, workers_can_die=True, places=(SHARED_MEMORY, tmp_path))
+class TestTwoSendersOverCollective(TwoSenders):
+    transport = "collective"
+
+
+@pytest.mark.slow
+class TestTwoSendersOverDisk(TwoSenders):
+    transport, directory = "disk", "{}"
 
 
 class TestFake(TransportSuite, TransportLifecycleSuite, DeltaSuite):

@@ -29,29 +29,21 @@ from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_sender
 from asyncrl_testing.engine_client import Client, complete, make_request, within
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
+from tests.engines import running, started, vllm_engine
 from tests.make import require_vllm
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, assert_gone, killed
 
 pytestmark = [pytest.mark.contract, pytest.mark.slow]
 
 SHAPE = {"tie_word_embeddings": False, "num_hidden_layers": 2}
 PROMPT = (5, 6, 7, 8)
-START_S = 240.0
+SMALL = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_memory_bytes": 32 << 20}
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     require_vllm()
     return write_random_qwen3(tmp_path_factory.mktemp("model"), **SHAPE)
-
-
-def make_engine(path, workers, *, real):
-    settings = VllmEngineConfig(
-        max_model_len=128, max_num_seqs=4, kv_cache_memory_bytes=32 << 20, enforce_eager=True,
-        tensor_parallel_size=workers,
-    )  # fmt: skip
-    return VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=real)
 
 
 def published():
@@ -72,17 +64,11 @@ def no_shared_memory_left():
 @pytest.mark.timeout(400)
 def test_every_worker_gets_the_weights_and_dies_with_the_owner(model_path, workers):
     command = [sys.executable, "-m", "tests.contract.test_vllm_processes", str(model_path), str(workers)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
-        try:
-            report = json.loads(next(line for line in owner.stdout if line.startswith("{")))
-            below = psutil.Process(owner.pid).children(recursive=True)
-            assert len(below) >= workers
-        finally:
-            owner.kill()
-        _, alive = psutil.wait_procs(below, timeout=10.0)
-        for process in alive:
-            process.kill()
-        assert not alive
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner, killed(owner):
+        report = json.loads(next(line for line in owner.stdout if line.startswith("{")))
+        below = psutil.Process(owner.pid).children(recursive=True)
+        assert len(below) >= workers
+    assert_gone(below, 10.0)
     model = random_qwen3(seed=1, **SHAPE)
     assert report["digests_agree"]
     assert report["ids"] == greedy_continuation(model, PROMPT, 16)
@@ -92,13 +78,8 @@ def test_every_worker_gets_the_weights_and_dies_with_the_owner(model_path, worke
     np.testing.assert_allclose(report["logprobs"], reference, rtol=0, atol=2e-5)
 
 
-def preempting(path, admission):
-    """An engine whose cache holds far less than eight requests of 1,024 tokens."""
-    settings = VllmEngineConfig(
-        max_model_len=1024, max_num_seqs=16, kv_cache_memory_bytes=4 << 20, enforce_eager=True,
-        enable_prefix_caching=False, kv_admission=admission,
-    )  # fmt: skip
-    return VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=True)
+FULL = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 4 << 20, "enable_prefix_caching": False}
+"""The cache holds far less than eight requests of 1,024 tokens."""
 
 
 @pytest.mark.usefixtures("no_shared_memory_left")
@@ -107,12 +88,10 @@ def preempting(path, admission):
 async def test_requests_enter_as_the_cache_has_room_and_complete(tmp_path, admission):
     """Without admission vLLM takes requests out again. What the responses that ended tell of lengths lets more of them
     in than their limits would."""
-    require_vllm()
     path = write_random_qwen3(tmp_path, max_position_embeddings=1024, **SHAPE)
-    engine = preempting(path, admission)
+    engine = vllm_engine(path, real=True, kv_admission=admission, **FULL)
     assert engine.health().preemptions is None
-    await within(engine.start(), START_S)
-    try:
+    async with running(engine):
         assert engine.health().preemptions == 0
         long = [complete(engine, prompt=PROMPT, max_tokens=900) for _ in range(8)]
         clients = await within(asyncio.gather(*long))
@@ -129,14 +108,11 @@ async def test_requests_enter_as_the_cache_has_room_and_complete(tmp_path, admis
         if admission != "off":
             assert engine.health().preemptions == 0
         assert {client.finish_reasons[0] for client in short} <= {"stop", "length"}
-    finally:
-        await within(engine.stop())
 
 
 async def own(path, workers):
     """Serves the last of two publishes: the first is loaded as it comes, the second staged."""
-    engine = make_engine(path, workers, real=False)
-    await engine.start()
+    engine = await started(vllm_engine(path, tensor_parallel_size=workers, **SMALL))
     with closing(build_sender("ipc", 1 << 16, workers)) as sender:
         source, weights, agree = sender.open(), published(), []
         manifest = make_manifest(1, 0, [spec_of(*w) for w in weights], 1 << 16)
@@ -166,12 +142,8 @@ async def test_a_compiled_model_is_not_compiled_again(model_path, tmp_path, monk
     settings = VllmEngineConfig(max_model_len=128, max_num_seqs=4)
 
     async def start_and_generate():
-        engine = VllmEngine(ModelConfig(path=str(model_path)), settings, load_real_weights=True)
-        await within(engine.start(), START_S)
-        try:
+        async with running(VllmEngine(ModelConfig(path=str(model_path)), settings, load_real_weights=True)) as engine:
             client = await complete(engine, prompt=PROMPT, max_tokens=16, temperature=0.0)
-        finally:
-            await within(engine.stop())
         (stored,) = tmp_path.glob("torch_compile_cache/torch_aot_compile/*/*/model")
         return (stored, stored.stat().st_mtime_ns), client
 
@@ -183,11 +155,9 @@ async def test_a_compiled_model_is_not_compiled_again(model_path, tmp_path, monk
 
 
 async def test_a_dead_engine_core_is_noticed_while_idle_and_fails_everything(model_path):
-    engine = make_engine(model_path, 1, real=True)
-    await within(engine.start(), START_S)
-    try:
-        running = Client(engine, make_request(max_tokens=100))
-        await running.first_tokens()
+    async with running(vllm_engine(model_path, real=True, **SMALL)) as engine:
+        begun = Client(engine, make_request(max_tokens=100))
+        await begun.first_tokens()
         await within(engine.pause("keep"))
         queued = Client(engine, make_request())
         nobody = IpcSource(
@@ -200,7 +170,7 @@ async def test_a_dead_engine_core_is_noticed_while_idle_and_fails_everything(mod
         assert core.nice() == min(19, os.getpriority(os.PRIO_PROCESS, 0) + DECODE_NICENESS)
         core.kill()
         killed_s = time.monotonic()
-        for client in (running, queued):
+        for client in (begun, queued):
             with pytest.raises(GenerationError, match="EngineCore"):
                 await within(client.task, 10.0)
         with pytest.raises(WeightTransferError):
@@ -213,8 +183,6 @@ async def test_a_dead_engine_core_is_noticed_while_idle_and_fails_everything(mod
             with pytest.raises(GenerationError, match="EngineCore"):
                 await within(call)
         await within(engine.abort(None))  # nothing is left to abort: not an error
-    finally:
-        await within(engine.stop())
     assert not [p for p in psutil.Process().children(recursive=True) if "VLLM" in _name(p)]
 
 
@@ -222,9 +190,9 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path):
     model = tmp_path / "broken-model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    engine = make_engine(model, 1, real=True)
+    engine = vllm_engine(model, real=True, **SMALL)
     with pytest.raises(GenerationError, match="broken-model"):
-        await within(engine.start(), START_S)
+        await started(engine)
     assert not engine.health().alive
     await within(engine.stop())
 

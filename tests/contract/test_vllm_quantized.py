@@ -11,16 +11,16 @@ from asyncrl.config.load import load_recipe
 from asyncrl.config.model import ModelConfig, ModelPoolConfig
 from asyncrl.config.rollout import RolloutConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError, WeightTransferError
-from asyncrl.inference.vllm.engine import VllmEngine
 from asyncrl.inference.vllm.launch import engine_arguments
 from asyncrl.inference.vllm.support import check_engine_args
 from asyncrl.types import ModelFacts
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_sender
-from asyncrl_testing.engine_client import complete, within
+from asyncrl_testing.engine_client import complete
 from asyncrl_testing.random_model import random_qwen3, write_random_qwen3
 from tests.conftest import ROOT
+from tests.engines import running, vllm_engine
 from tests.make import require_vllm
 
 pytestmark = pytest.mark.contract
@@ -32,11 +32,8 @@ QUANTIZATION = "fp8_per_channel"
 
 
 def make_engine(path, *, real, quantization):
-    settings = VllmEngineConfig(
-        max_model_len=128, max_num_seqs=4, kv_cache_memory_bytes=32 << 20, enforce_eager=True,
-        quantization=quantization,
-    )  # fmt: skip
-    return VllmEngine(ModelConfig(path=str(path), inference_dtype="bfloat16"), settings, load_real_weights=real)
+    sizes = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_memory_bytes": 32 << 20}
+    return vllm_engine(path, real=real, dtype="bfloat16", quantization=quantization, **sizes)
 
 
 async def scores(engine):
@@ -47,12 +44,8 @@ async def scores(engine):
 
 
 async def served(path, quantization):
-    engine = make_engine(path, real=True, quantization=quantization)
-    await within(engine.start())
-    try:
+    async with running(make_engine(path, real=True, quantization=quantization)) as engine:
         return await scores(engine)
-    finally:
-        await within(engine.stop())
 
 
 async def publish(engine, sender, number, weights):
@@ -69,7 +62,6 @@ async def publish(engine, sender, number, weights):
 
 @pytest.mark.timeout(400)
 async def test_a_publish_is_quantised_as_the_files_of_the_same_weights_are(tmp_path):
-    require_vllm()
     paths = [write_random_qwen3(tmp_path / str(seed), seed=seed, **SHAPE) for seed in (0, 1)]
     models = [
         [(name, p.to(torch.bfloat16)) for name, p in random_qwen3(seed=seed, **SHAPE).named_parameters()]
@@ -77,9 +69,7 @@ async def test_a_publish_is_quantised_as_the_files_of_the_same_weights_are(tmp_p
     ]
     whole, quantised = await served(paths[1], None), await served(paths[1], QUANTIZATION)
     assert 0.01 < np.abs(whole - quantised).max() < 1.0, "the weights were not quantised, or not as these"
-    engine = make_engine(paths[0], real=False, quantization=QUANTIZATION)
-    await within(engine.start())
-    try:
+    async with running(make_engine(paths[0], real=False, quantization=QUANTIZATION)) as engine:
         with closing(build_sender("ipc", BUCKET, 1)) as sender:
             await publish(engine, sender, 1, models[1])
             np.testing.assert_array_equal(await scores(engine), quantised)
@@ -94,8 +84,6 @@ async def test_a_publish_is_quantised_as_the_files_of_the_same_weights_are(tmp_p
         with closing(build_sender("ipc", BUCKET, 1)) as sender:
             await publish(engine, sender, 5, models[1])
             np.testing.assert_array_equal(await scores(engine), quantised)
-    finally:
-        await within(engine.stop())
 
 
 def test_layers_of_a_quantised_checkpoint_refuse_the_weights_of_a_trainer():

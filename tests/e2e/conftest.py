@@ -12,17 +12,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from asyncrl.audit import audit_run
 from tests.forks import fork_server
+from tests.processes import ROOT, assert_gone
 from tests.unit.audit_model import edited, mutations, sealed
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "asyncrl.commands.train"]
 SMALL = (
     "batch.groups_per_step=4",
@@ -52,6 +54,19 @@ def cluster():
             started.shutdown()
 
 
+@contextlib.contextmanager
+def two_nodes(**head):
+    """A cluster with a head that is for the driver alone (it has no CPU to reserve), and two nodes for replicas and
+    ranks."""
+    from ray.cluster_utils import Cluster
+
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **head})
+    for _ in range(2):
+        started.add_node(num_cpus=1)
+    yield started
+    started.shutdown()
+
+
 def below(process: psutil.Process) -> list[psutil.Process]:
     """Its living descendants; `info` has "name" and "cmdline" of each, None where it has ended since."""
     tree = process.children(recursive=True)
@@ -76,21 +91,21 @@ class Run:
             self.process.send_signal(signal.SIGTERM)
             raise
 
-    def wait_for_step(self, step: int, timeout_s: float = 300) -> None:
-        """Returns when `step` is in metrics.jsonl; fails when the run ends before."""
+    def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float = 300) -> Any:
+        """Returns what the condition gives when that is true; fails when the run ends before."""
         deadline = time.monotonic() + timeout_s
-        while not any(r["step"] >= step for r in self.metrics):
+        while not (found := condition()):
             assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, f"step {step} was not reached: {self.log}"
+            assert time.monotonic() < deadline, f"never: {what}: {self.log}"
             time.sleep(0.1)
+        return found
+
+    def wait_for_step(self, step: int, timeout_s: float = 300) -> None:
+        """Returns when `step` is in metrics.jsonl."""
+        self.wait_for(lambda: any(r["step"] >= step for r in self.metrics), f"step {step}", timeout_s)
 
     def wait_for_event(self, kind: str, count: int = 1, timeout_s: float = 300) -> None:
-        """Returns when `count` events of `kind` are there; fails when the run ends before."""
-        deadline = time.monotonic() + timeout_s
-        while sum(e["event"] == kind for e in self.events) < count:
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, f"no {kind}: {self.log}"
-            time.sleep(0.1)
+        self.wait_for(lambda: len(events(self, kind)) >= count, f"{count} events {kind}", timeout_s)
 
     def actor_pids(self, role: str) -> list[int]:
         """Processes of one role, below this run's driver or the cluster that it has joined."""
@@ -108,6 +123,10 @@ class Run:
     @property
     def events(self) -> list[dict]:
         return self._lines("events.jsonl")
+
+    @property
+    def samples(self) -> list[dict]:
+        return self._lines("samples.jsonl")
 
     @property
     def log(self) -> str:
@@ -159,8 +178,9 @@ def start(inputs, cluster, tmp_path):
             assert not audit_run(directory).findings, "every run directory must be clean"
 
 
-def assert_audited(run: Run, *, max_lag: int, steps: int | None = None) -> None:
-    """What must hold of a run that was mended: the audit is clean, the bound, and every step has its line."""
+def assert_audited(run: Run, *, max_lag: int, steps: int | None = None, code: int = 0, timeout_s: float = 380) -> None:
+    """How a run that was mended must end: with this exit code, a clean audit, the bound, a line for every step."""
+    assert run.wait(timeout_s) == code, run.log
     assert not audit_run(run.directory).findings
     metrics = run.metrics
     assert [r["step"] for r in metrics] == list(range(1, (steps or len(metrics)) + 1))
@@ -174,8 +194,7 @@ def finish(run, *, more_steps=3, timeout_s=300):
     """Lets the run train a few more steps, ends it by SIGINT, and checks it."""
     run.wait_for_step(max((r["step"] for r in run.metrics), default=0) + more_steps, timeout_s)
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(150) == 130, run.log
-    assert_audited(run, max_lag=2)
+    assert_audited(run, max_lag=2, code=130, timeout_s=150)
 
 
 def events(run, kind):
@@ -249,17 +268,14 @@ def assert_a_dead_engine_is_replaced(start, recipe: str) -> None:
     engine = max(psutil.Process(replica).children(recursive=True), key=lambda p: p.memory_info().rss)
     engine.send_signal(signal.SIGKILL)
     run.wait_for_event("replica_serving", count=2, timeout_s=400)
-    assert run.wait(600) == 0, run.log
-    assert_sound(run, max_lag=2, steps=6)
-    assert [e["replica"] for e in run.events if e["event"] == "replica_failed"] == [0]
-    assert all(e["verified"] for e in run.events if e["event"] == "publish")
-    _, alive = psutil.wait_procs(tree, timeout=60)
-    assert not alive, [p.cmdline() for p in alive if p.is_running()]
+    assert_sound(run, max_lag=2, steps=6, timeout_s=600)
+    assert [e["replica"] for e in events(run, "replica_failed")] == [0]
+    assert all(e["verified"] for e in events(run, "publish"))
+    assert_gone(tree)
     # Greedy decoding of the same weights: what differs is rounding.
     initial = [r.metrics[0]["eval/initial_accuracy"] for r in (torch, run)]
     assert initial[0] == pytest.approx(initial[1], abs=0.02)
-    samples = run.directory / "samples.jsonl"
-    assert samples.stat().st_size > 0
+    assert run.samples
 
 
 def assert_it_outlives_its_server(run: Run, server) -> None:
@@ -272,14 +288,14 @@ def assert_it_outlives_its_server(run: Run, server) -> None:
     steps = len(run.metrics)
     server.start()
     run.wait_for_event("replica_serving", count=2, timeout_s=400)
-    assert run.wait(600) == 0, run.log
+    assert_sound(run, max_lag=2, steps=6, timeout_s=600)
     assert len(run.metrics) > steps
-    assert_sound(run, max_lag=2, steps=6)
     assert [e["replica"] for e in events(run, "replica_failed")] == [0], "one replacement waited for it"
 
 
-def assert_sound(run: Run, *, max_lag: int, steps: int) -> None:
-    """What must hold of every finished run: all lines there, the bound, the balance, each ordinal trained once."""
+def assert_sound(run: Run, *, max_lag: int, steps: int, timeout_s: float = 380) -> None:
+    """How a run must finish: all lines there, the bound, the balance, each ordinal trained once."""
+    assert run.wait(timeout_s) == 0, run.log
     metrics = run.metrics
     assert [r["step"] for r in metrics] == list(range(1, steps + 1))
     for record in metrics:
@@ -290,12 +306,8 @@ def assert_sound(run: Run, *, max_lag: int, steps: int) -> None:
     assert len(trained) == len(set(trained)) == metrics[-1]["queue/trained"]
     last = metrics[-1]
     assert (last["queue/running"], last["queue/ready"], last["queue/leased"]) == (0, 0, 0)
-    lags = [
-        e["trainer_version"] - e["oldest_version"]
-        for e in run.events
-        if e["event"] == "group" and e["transition"] == "trained"
-    ]
-    assert max(lags) <= max_lag
+    groups = [e for e in events(run, "group") if e["transition"] == "trained"]
+    assert max(e["trainer_version"] - e["oldest_version"] for e in groups) <= max_lag
 
 
 def made_tool_task(task, place):

@@ -3,13 +3,12 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.e2e.conftest import ALERT, ROOT, SMALL, events, finish
+from tests.e2e.conftest import ALERT, ROOT, SMALL, events, finish, two_nodes
+from tests.processes import ran
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -17,8 +16,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 def scale(run, *words):
     """The exit code and the output of `asyncrl-scale`."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "asyncrl.commands.scale", str(run.directory), *words]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=260)
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = ran("-m", "asyncrl.commands.scale", run.directory, *words, env=environment, timeout_s=260, code=None)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -58,14 +57,8 @@ def test_a_run_grows_and_shrinks_by_the_command_and_loses_nothing(start):
 
 @pytest.fixture
 def nodes():
-    """A head that is for the driver alone (it has no CPU to reserve), and two nodes for replicas and the rank."""
-    from ray.cluster_utils import Cluster
-
-    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        started.add_node(num_cpus=1)
-    yield started
-    started.shutdown()
+    with two_nodes() as cluster:
+        yield cluster
 
 
 def test_joins_leaves_notices_and_kills_at_random_moments_lose_nothing(start, nodes):

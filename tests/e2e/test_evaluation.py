@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from asyncrl.audit import audit_run
 from asyncrl.data.dataset import load_rows
-from tests.e2e.conftest import ROOT
+from tests.processes import ran
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -69,9 +67,7 @@ def test_steps_go_on_while_one_leased_replica_answers_with_one_version(start):
     rows = run.directory / "rows.jsonl"
     options = ["--max-prompts", "16", "--rows", str(rows), "--json", "--trust-run"]
     words = [str(run.directory), "data/arithmetic_test.jsonl", *options]
-    command = [sys.executable, "-m", "asyncrl.commands.evaluate", *words, "--log-file", str(run.directory / "eval.txt")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    done = ran("-m", "asyncrl.commands.evaluate", *words, "--log-file", run.directory / "eval.txt", timeout_s=200)
     report = json.loads(done.stdout)
     assert (report["version"], report["num_prompts"], report["samples"], report["num_failed"]) == (6, 16, 2, 0)
     assert report["pass_at"].keys() == {"1", "2"}, "as the run evaluates"

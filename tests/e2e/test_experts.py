@@ -30,7 +30,6 @@ FAST = "trainer.lr=0.01", "reward.function=tests.e2e.faulty:odd_length"
 
 def assert_it_samples_as_it_is_trained(run, steps):
     """In sync the ratio of trainer and engine is 1 for each token of each version, unless weights went wrong."""
-    assert run.wait() == 0, run.log
     assert_sound(run, max_lag=0, steps=steps)
     assert [record["train/ratio_max"] for record in run.metrics] == pytest.approx([1] * steps, abs=1e-3)
     assert [record["train/kl_behavior"] for record in run.metrics] == pytest.approx([0] * steps, abs=1e-5)
@@ -56,7 +55,6 @@ def test_experts_that_were_chosen_in_sampling_are_replayed_in_training(mixture, 
     run = start(*SMALL, *fast, *alone, "mode=sync", "run.max_steps=2", recipe="quickstart")
     assert_it_samples_as_it_is_trained(run, steps=2)
     run = start(*SMALL, *fast, *alone, "mode=fully_async", "run.max_steps=6", recipe="quickstart", name="async")
-    assert run.wait() == 0, run.log
     assert_sound(run, max_lag=2, steps=6)
     assert all(record["train/grad_norm"] > 0.1 for record in run.metrics)
 
@@ -68,7 +66,6 @@ def test_experts_that_sglang_chose_are_replayed_in_training(mixture, start):
     fast = *FAST, "trainer.router_replay=rollout"
     alone = f"model.path={mixture}", "rollout.num_replicas=1", "mode=fully_async", "run.max_steps=6"
     run = start(*SMALL, *fast, *alone, "rollout.interrupt=abort_resume", recipe="quickstart_sglang", joined=False)
-    assert run.wait() == 0, run.log
     assert_sound(run, max_lag=2, steps=6)
     assert all(record["train/grad_norm"] > 0.1 for record in run.metrics)
 

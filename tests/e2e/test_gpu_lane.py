@@ -1,37 +1,30 @@
 """The GPU lane on small inputs and whatever device is here: its steps run, and a second call goes on."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.gpu import STEPS, _outcome
+from tests.processes import ran
 
 pytestmark = pytest.mark.e2e
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def figures(directory):
     return [json.loads(line) for line in (directory / "figures.jsonl").read_text().splitlines()]
 
 
-def lane(out, *words, timeout_s=240):
-    """What the lane says of its small inputs, and how it ends."""
-    command = [sys.executable, "benchmarks/gpu.py", "--size", "tiny", "--out", str(out), *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+def lane(out, *words, timeout_s=240, code=0):
+    """What the lane says of its small inputs."""
+    return ran("benchmarks/gpu.py", "--size", "tiny", "--out", out, *words, timeout_s=timeout_s, code=code).stdout
 
 
 @pytest.mark.slow
 def test_steps_run_on_small_inputs_and_are_not_done_twice(tmp_path):
     def run(*steps):
-        done = lane(tmp_path, "--only", *steps, timeout_s=500)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return lane(tmp_path, "--only", *steps, timeout_s=500)
 
     assert "pair_ipc: passed; not judged: the speed" in run("probe", "pair_ipc")
     assert "pair_ipc: done before" in run("pair_ipc", "communicator")
@@ -44,8 +37,7 @@ def test_steps_run_on_small_inputs_and_are_not_done_twice(tmp_path):
 
 @pytest.mark.slow
 def test_a_receiver_is_lost_in_the_middle_of_a_transfer(tmp_path):
-    done = lane(tmp_path, "--only", "fault_kill")
-    assert "fault_kill: passed" in done.stdout, done.stdout + done.stderr
+    assert "fault_kill: passed" in lane(tmp_path, "--only", "fault_kill", code=None)
     (lost,) = [line for line in figures(tmp_path) if "ended" in line]
     assert 0 <= lost["acknowledged"] < lost["buckets"] - 1
     assert lost["ended"].startswith("TransferEnded")

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from tests.e2e.conftest import ALERT, SMALL, assert_audited
+from tests.e2e.conftest import ALERT, SMALL, assert_audited, two_nodes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -15,15 +15,8 @@ LIMITS = (f"ray.start_timeout_s={START_S}", "recovery.max_replica_restarts=20", 
 
 @pytest.fixture
 def nodes():
-    """A head that is for the driver alone (it has no CPU to reserve), and two nodes for replicas and ranks."""
-    from ray.cluster_utils import Cluster
-
-    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": SOON}
-    started = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        started.add_node(num_cpus=1)
-    yield started
-    started.shutdown()
+    with two_nodes(_system_config=SOON) as cluster:
+        yield cluster
 
 
 def nodes_of(run, role, cluster):
@@ -46,8 +39,7 @@ def test_a_run_goes_on_after_a_lost_node_and_ends_with_its_checkpoint_when_no_no
     reached = max(record["step"] for record in run.metrics)
     run.wait_for_step(reached + 3)
     nodes.remove_node(training, allow_graceful=False)
-    assert run.wait(4 * START_S) == 3, run.log
+    assert_audited(run, max_lag=2, code=3, timeout_s=4 * START_S)
     assert "a place for trainer ranks" in run.log
     assert "resume=auto" in run.log
     assert sorted((run.directory / "checkpoints").glob("step_*"))
-    assert_audited(run, max_lag=2)

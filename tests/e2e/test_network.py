@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -15,6 +13,7 @@ import pytest
 
 from asyncrl_testing.strangers import listeners
 from tests.e2e.conftest import SMALL
+from tests.processes import ran
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -54,9 +53,4 @@ def join(address: str, home: Path, **variables: str) -> int:
     """Exit code of a process that joins this cluster, of somebody with no token file of their own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     environment |= {"HOME": str(home), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # else Ray asks another address
-    return subprocess.run(
-        [sys.executable, "-c", JOIN, address],
-        env=environment | variables,
-        capture_output=True,
-        timeout=120,
-    ).returncode
+    return ran("-c", JOIN, address, env=environment | variables, code=None).returncode

@@ -1,12 +1,11 @@
 """`asyncrl-plan` with a real probe."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.e2e.conftest import ROOT, SMALL
+from tests.e2e.conftest import SMALL
+from tests.processes import ran
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -16,19 +15,10 @@ def test_a_probe_measures_a_run_and_predicts_it(inputs, tmp_path):
     benchmarks/plan.py."""
     costs = tmp_path / "costs.yaml"
     asked = ["--probe", "--json", "--vary", "mode=sync,fully_async", "--write", str(costs)]
-    command = [sys.executable, "-m", "asyncrl.commands.plan", "recipes/quickstart.yaml", *SMALL, *asked]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = "-m", "asyncrl.commands.plan", "recipes/quickstart.yaml", *SMALL
+    done = ran(*command, *asked, timeout_s=280)
     probed, sync, free = (row["forecast"] for row in json.loads(done.stdout)["rows"])
     assert (probed["lag_max"], sync["lag_max"], free["lag_max"]) == (0, 0, 2)
     assert 0.4 < sync["step_s"] / probed["step_s"] < 2.5
     assert sync["publish_s"] > 0
-    again = subprocess.run(
-        [sys.executable, "-m", "asyncrl.commands.plan", "recipes/quickstart.yaml", *SMALL, "--costs", str(costs)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert again.returncode == 0, again.stderr
-    assert "samples/s" in again.stdout
+    assert "samples/s" in ran(*command, "--costs", costs).stdout

@@ -28,8 +28,7 @@ def test_sglang_serves_what_is_published_and_its_dead_engine_is_replaced(start):
 
 def test_it_learns_with_a_clean_audit(start):
     run = start("run.max_steps=24", "eval.every_steps=12", recipe="quickstart_sglang", joined=False)
-    assert run.wait(1000) == 0, run.log
-    assert_sound(run, max_lag=2, steps=24)
+    assert_sound(run, max_lag=2, steps=24, timeout_s=1000)
     assert run.metrics[-1]["eval/accuracy"] >= 0.9
 
 
@@ -42,8 +41,7 @@ def test_agents_with_tools_learn_from_it_while_a_leased_replica_evaluates(tool_t
         "batch.groups_per_step=8", "batch.group_size=8", "run.max_steps=3", "observability.samples_per_step=192",
         recipe="agent", joined=False,
     )  # fmt: skip
-    assert run.wait(900) == 0, run.log
-    assert_sound(run, max_lag=2, steps=3)
+    assert_sound(run, max_lag=2, steps=3, timeout_s=900)
     assert_calls_were_answered(run)
     assert_agents_ran(run)
     begun = [e["version"] for e in run.events if e["event"] == "evaluation_started"]

@@ -17,6 +17,7 @@ import pytest
 
 from asyncrl.commands import serve as serve_command
 from tests.e2e.conftest import ROOT
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -26,19 +27,10 @@ MODEL = "runs/tiny-qwen3"
 class Server:
     def __init__(self, directory, *options):
         self.output, self.file = directory / "serve.out", directory / "fleet.json"
-        command = [
-            sys.executable,
-            "-m",
-            "asyncrl.commands.serve",
-            MODEL,
-            "--port",
-            "0",
-            "--discovery-file",
-            str(self.file),
-        ]
+        files = "--discovery-file", str(self.file), "--log-file", str(directory / "log.txt")
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, "--log-file", str(directory / "log.txt"), *options],
+                [sys.executable, "-m", "asyncrl.commands.serve", MODEL, "--port", "0", *files, *options],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
                 stdout=output,
@@ -126,10 +118,7 @@ def test_a_fleet_serves_survives_a_kill_and_ends_with_a_signal(serve):
     began = []
     with ThreadPoolExecutor(4) as threads:
         running = [threads.submit(long_answer, seed, began.append) for seed in range(4)]
-        deadline = time.monotonic() + 180
-        while len(began) < 4:
-            assert time.monotonic() < deadline, began
-            time.sleep(0.005)
+        wait_until(lambda: len(began) >= 4, within_s=180)
         assert not any(r.done() for r in running), "they were too fast to be hit"
         victim = began[0]
         os.kill(pids[victim], signal.SIGKILL)
@@ -177,10 +166,7 @@ def test_under_load_the_only_replica_is_killed_and_no_request_fails(serve):
 
     with ThreadPoolExecutor(8) as threads:
         running = [threads.submit(ask, seed) for seed in range(4)]
-        deadline = time.monotonic() + 180
-        while len(set(began)) < 4:
-            assert time.monotonic() < deadline, began
-            time.sleep(0.005)
+        wait_until(lambda: len(set(began)) >= 4, within_s=180)
         os.kill(found["replicas"][0]["pid"], signal.SIGKILL)
         later = [threads.submit(ask, seed) for seed in range(4, 8)]
         texts = [future.result(120) for future in (*running, *later)]

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import SMALL, finish
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -20,16 +21,15 @@ MODEL = "runs/tiny-qwen3"
 PUBLISH_TIMEOUT_S = 60
 
 
-def fleet(run, condition, what, timeout_s=300):
+def fleet(run, condition, what):
     """The discovery file of the run, once `condition` holds for it."""
-    file, deadline = run.directory / "serving.json", time.monotonic() + timeout_s
-    while True:
+
+    def found():
         with contextlib.suppress(FileNotFoundError):
-            if condition(found := json.loads(file.read_text())):
-                return found
-        assert run.process.poll() is None, run.log
-        assert time.monotonic() < deadline, f"{what}: {run.log}"
-        time.sleep(0.2)
+            read = json.loads((run.directory / "serving.json").read_text())
+            return read if condition(read) else None
+
+    return run.wait_for(found, what)
 
 
 def published(run):
@@ -95,7 +95,7 @@ def test_clients_ask_while_it_trains_and_its_server_is_killed(start, monkeypatch
         f"weights.publish_timeout_s={PUBLISH_TIMEOUT_S}",
         "ray.health_interval_s=0.5",
     )
-    found = fleet(run, lambda f: all(r["version"] is not None for r in f["replicas"]) and f["replicas"], "no server")
+    found = fleet(run, lambda f: all(r["version"] is not None for r in f["replicas"]) and f["replicas"], "a server")
     address, key = found["address"], {"authorization": "Bearer a-key-of-clients"}
     assert (found["model"], found["engine"], len(found["replicas"])) == (MODEL, "torch", 2)
 
@@ -114,13 +114,10 @@ def test_clients_ask_while_it_trains_and_its_server_is_killed(start, monkeypatch
     assert not clients.failures
     os.kill(found["pid"], signal.SIGKILL)
     killed_at = published(run)
-    again = fleet(run, lambda f: f["pid"] != found["pid"], "it did not come back")
+    again = fleet(run, lambda f: f["pid"] != found["pid"], "another server")
     assert again["address"] == address
     count = len(clients.answers)
-    deadline = time.monotonic() + 360
-    while len(clients.answers) < count + 3:
-        assert time.monotonic() < deadline, clients.failures
-        time.sleep(0.2)
+    wait_until(lambda: len(clients.answers) >= count + 3, f"three answers after {clients.failures}", 360)
     run.wait_for_event("publish", count=killed_at + 3)
     clients.stop()
     assert_versions_are_right(clients.answers)

@@ -21,7 +21,6 @@ def test_calls_are_made_and_their_results_are_not_trained(tool_task, start, reci
         pytest.importorskip("openai")
     small = "batch.groups_per_step=8", "batch.group_size=8", "run.max_steps=3", "eval.every_steps=0"
     run = start(*tool_task, *small, "observability.samples_per_step=192", recipe=recipe)
-    assert run.wait() == 0, run.log
     assert_sound(run, max_lag=2, steps=3)
     assert_calls_were_answered(run)
     if recipe == "tool_use":
@@ -37,7 +36,7 @@ def assert_agents_ran(run):
 
 
 def assert_calls_were_answered(run):
-    samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    samples = run.samples
     answered = [
         s for s in samples if "</calculator>" in s["response"] and "Answer" in s["response"].split("tool\n")[-1]
     ]
@@ -53,10 +52,9 @@ def test_calls_within_a_response_are_made_and_their_results_are_not_trained(star
     small = "batch.groups_per_step=8", "batch.group_size=8", "run.max_steps=3", "eval.every_steps=0"
     task = made_tool_task("interleaved", tmp_path)
     run = start(*task, *small, "observability.samples_per_step=192", recipe="interleaved_tool_use")
-    assert run.wait(600) == 0, run.log
-    assert_sound(run, max_lag=2, steps=3)
+    assert_sound(run, max_lag=2, steps=3, timeout_s=600)
     assert 0 < run.metrics[-1]["reward/part/tool_calls"] < 0.5
-    samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    samples = run.samples
     called = [s for s in samples if re.match(r"<tool>[\d*+-]+</tool><result>-?\d+</result>", s["response"])]
     assert called, "some responses call"
     right = sum(s["reward"] > 0 for s in called) / len(called)
@@ -74,8 +72,7 @@ def test_calls_within_a_response_are_made_and_their_results_are_not_trained(star
 def test_agents_that_are_programs_are_trained(tool_task, start):
     small = "batch.groups_per_step=2", "batch.group_size=8", "run.max_steps=2", "eval.every_steps=0"
     run = start(*tool_task, *small, "observability.samples_per_step=32", recipe="agent_program")
-    assert run.wait(600) == 0, run.log
-    assert_sound(run, max_lag=2, steps=2)
+    assert_sound(run, max_lag=2, steps=2, timeout_s=600)
     assert run.metrics[-1]["reward/part/agent_branches"] == 1
     assert run.metrics[-1]["queue/failed"] == 0
     assert not [p for p in below(psutil.Process()) if "calculator.py" in " ".join(p.info["cmdline"] or ())]
@@ -87,12 +84,11 @@ def test_all_branches_of_agents_with_a_sub_agent_are_trained(inputs, start):
     agent = "rollout.environment=agent", "rollout.agent.function=tests.plugins.sub_agent:agent", *limits
     whole = "rollout.agent.train=all_branches", "observability.samples_per_step=32"
     run = start(*SMALL, *agent, *whole, "run.max_steps=2")
-    assert run.wait(600) == 0, run.log
-    assert_sound(run, max_lag=2, steps=2)
+    assert_sound(run, max_lag=2, steps=2, timeout_s=600)
     last = run.metrics[-1]
     assert (last["reward/part/agent_branches"], last["reward/part/agent_requests"]) == (2, 4)
     assert (last["queue/failed"], last["queue/trained"]) == (0, 8)
-    samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    samples = run.samples
     of_main = [sum(stop - start for start, stop, *_, kind in s["segments"] if kind == "policy") for s in samples]
     assert last["train/trained_tokens"] > 1.4 * 16 * sum(of_main) / len(of_main), "the sub-agent's tokens, too"
 
@@ -106,8 +102,7 @@ def test_tools_of_an_mcp_server_are_trained(tool_task, start):
     run = start(
         *tool_task, *small, server, "data.max_prompt_tokens=128", "observability.samples_per_step=32", recipe="tool_use"
     )
-    assert run.wait(600) == 0, run.log
-    assert_sound(run, max_lag=2, steps=2)
+    assert_sound(run, max_lag=2, steps=2, timeout_s=600)
     assert 0 < run.metrics[-1]["reward/part/tool_calls"] < 1
     assert run.metrics[-1]["queue/failed"] == 0
 
@@ -116,8 +111,7 @@ def test_an_environment_of_gymnasium_is_trained(inputs, start):
     pytest.importorskip("gymnasium", reason="the package gymnasium is not installed: pip install 'asyncrl[gymnasium]'")
     small = "batch.groups_per_step=2", "batch.group_size=4", "run.max_steps=2"
     run = start(*small, "observability.samples_per_step=16", recipe="gymnasium")
-    assert run.wait(600) == 0, run.log
-    assert_sound(run, max_lag=2, steps=2)
+    assert_sound(run, max_lag=2, steps=2, timeout_s=600)
     last = run.metrics[-1]
     assert math.isfinite(last["reward/mean"])
     assert 0 <= last["reward/part/episode_ended"] <= 1

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "your_own_task.md").read_text()
 FILES = {m[1]: m[2] for m in re.finditer(r"```(?:python|yaml)\n# (mytask/\S+)\n(.*?)```", TEXT, re.DOTALL)}
 COMMANDS = [line[2:] for block in re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]

@@ -1,21 +1,13 @@
 """FSDP2 on one rank, what it trains in a step, and what the embedded engine samples with the same weights."""
 
-from contextlib import asynccontextmanager
-
 import numpy as np
 import torch
 
-from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import TorchEngineConfig
-from asyncrl.config.trainer import TrainerConfig
-from asyncrl.inference.torch_engine.engine import TorchEngine
-from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths, Segment, Trajectory
 from asyncrl_testing.backend_suite import VOCAB_SIZE
-from asyncrl_testing.engine_client import within
+from tests.backends import fsdp_backend, trainer_spec
+from tests.engines import running, torch_engine
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -30,19 +22,9 @@ SIZES = {
 """Of a small Qwen3."""
 
 
-def build(path, algorithm=None, *, dtype="float32", revision=None, temperature=1.0, total_steps=1, **settings):
-    """The backend; `settings` of the trainer, and `over_kept` and `max_model_len`."""
-    over_kept, max_model_len = settings.pop("over_kept", False), settings.pop("max_model_len", None)
-    spec = TrainerSpec(
-        model=ModelConfig(path=str(path), inference_dtype=dtype, revision=revision),
-        trainer=TrainerConfig(**{"lr": 1e-3, **settings}),
-        algorithm=algorithm or AlgorithmConfig(),
-        temperature=temperature,
-        total_steps=total_steps,
-        over_kept=over_kept,
-        max_model_len=max_model_len,
-    )
-    return FsdpBackend(spec, rank=0, world_size=1, device=CPU)
+def build(path, algorithm=None, **settings):
+    """The backend; `settings` of `trainer_spec`."""
+    return fsdp_backend(trainer_spec(path, algorithm, **{"lr": 1e-3, **settings}))
 
 
 def plan_of(lease, budget=64, **rules):
@@ -51,15 +33,8 @@ def plan_of(lease, budget=64, **rules):
     return plan
 
 
-@asynccontextmanager
-async def embedded_engine(path):
-    settings = TorchEngineConfig(device="cpu", num_slots=4, max_model_len=128, chunk_tokens=3)
-    engine = TorchEngine(ModelConfig(path=path), settings, load_real_weights=True)
-    await within(engine.start())
-    try:
-        yield engine
-    finally:
-        await within(engine.stop())
+def embedded_engine(path):
+    return running(torch_engine(path, real=True, num_slots=4, max_model_len=128, chunk_tokens=3))
 
 
 def trajectory_of(client, name):
@@ -69,6 +44,21 @@ def trajectory_of(client, name):
     extra = {name: np.concatenate(found)}
     segments = (Segment(0, n, 0, 0),)
     return Trajectory(client.request.prompt_ids, ids, logprobs, np.ones(n, bool), segments, 0.0, extra=extra).validate()
+
+
+def reference_step(model, lease, logprobs_of):
+    """Loss and norm of the gradient of the whole lease, sequence by sequence, by the formula of the default loss."""
+    total = sum(t.num_trained_tokens for t in lease.trajectories.values())
+    loss = 0.0
+    for (ordinal, index), t in lease.trajectories.items():
+        if t.num_trained_tokens:
+            ratio = (logprobs_of(model, t) - torch.from_numpy(t.logprobs)).exp()
+            advantage = lease.advantages[ordinal][index]
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            part = -surrogate[torch.from_numpy(t.loss_mask)].sum() / total
+            part.backward()
+            loss += part.item()
+    return loss, torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
 
 
 def leased(trajectories, advantage, budget):

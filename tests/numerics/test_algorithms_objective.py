@@ -1,7 +1,6 @@
 """The objective against its formula in float64 numpy, and that no order, packing or split of its tokens matters."""
 
 from dataclasses import replace
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import get_args, get_type_hints
 
@@ -18,10 +17,9 @@ from asyncrl.trainer.backends import BACKENDS
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
 from tests.numerics.losses import Tokens, draw, slopes
+from tests.processes import QUICKSTART
 
 pytestmark = pytest.mark.numerics
-
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 
 
 WEIGHING = [name for name, spec in CORRECTIONS.items() if spec.weighs]

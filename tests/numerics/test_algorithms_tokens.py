@@ -1,10 +1,12 @@
 """Token advantages, whitening, the critic's loss, KL and the proximal policy against float64 numpy."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.clipped_surrogate import clipped_surrogate
+from asyncrl.algorithms.clipped_surrogate import ClippedSurrogate
 from asyncrl.algorithms.gae import gae_advantages
 from asyncrl.algorithms.kl import kl_estimate
 from asyncrl.algorithms.loss import MAX_LOG_RATIO
@@ -218,8 +220,8 @@ def test_a_fresh_token_that_earlier_updates_moved_far_is_held(lag):
     """By 2 nats: the surrogate is at its bound and pushes no further, as with the recomputed policy."""
     logprobs, behavior = torch.tensor([-1.0], requires_grad=True), torch.tensor([-3.0])
     old = log_linear(logprobs, behavior, torch.tensor([lag]))
-    bounds = {"clip_low": 0.2, "clip_high": 0.2}
-    loss = clipped_surrogate(logprobs, old, torch.ones(1), torch.ones(1, dtype=torch.bool), **bounds)
+    alone = {"logprobs": logprobs, "old_logprobs": old, "advantages": torch.ones(1), "mask": torch.tensor([True])}
+    loss = ClippedSurrogate(0.2, 0.2)(replace(draw(1).torch(), **alone))
     loss.sum().backward()
     assert loss.item() == pytest.approx(-1.2)
     assert logprobs.grad.item() == 0

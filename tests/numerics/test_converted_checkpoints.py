@@ -19,9 +19,11 @@ from asyncrl.trainer.backends import open_training_state, require_written_by, wr
 from asyncrl.trainer.training_state import MOMENTS, WEIGHT
 from asyncrl_testing.backend_suite import random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
+from tests.backends import fsdp_backend, megatron_backend
 from tests.contract.test_export import write_tokenizer
 from tests.make import needs_megatron
-from tests.numerics.test_megatron_layouts import BUDGET, DEADLINE_S, build_model, spec_of
+from tests.numerics.test_fsdp_ranks import assert_close_metrics
+from tests.numerics.test_megatron_layouts import BUDGET, DEADLINE_S, spec_of, write_models
 
 pytestmark = [
     pytest.mark.numerics,
@@ -39,9 +41,7 @@ RUNS = {
 
 
 def make_fsdp(path, **algorithm):
-    from asyncrl.trainer.fsdp.backend import FsdpBackend
-
-    return FsdpBackend(spec_of(path, 1, "fsdp", **algorithm), rank=0, world_size=1, device=torch.device("cpu"))
+    return fsdp_backend(spec_of(path, 1, "fsdp", **algorithm))
 
 
 def step(backend, number, layout=None, rank=0):
@@ -59,13 +59,11 @@ def rank_main(root, rank, world_size, models):
     """Loads what was converted from FSDP2, saves it, and trains on. `models`: kind -> (model, converted checkpoint)."""
     from megatron.core import parallel_state
 
-    from asyncrl.trainer.megatron.backend import MegatronBackend
-
     found = {}
     for kind, (path, converted) in models.items():
         algorithm, layout, _ = RUNS[kind]
         spec = spec_of(path, world_size, "megatron", layout, **algorithm)
-        backend = MegatronBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
+        backend = megatron_backend(spec, rank, world_size)
         backend.load(converted)
         loaded = weights_of(backend)
         save(backend, root / kind / "loaded")
@@ -83,11 +81,10 @@ def rank_main(root, rank, world_size, models):
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    for kind in RUNS:
-        build_model(kind).save_pretrained(root / kind)
-        write_tokenizer(root / kind)
-    return {kind: root / kind for kind in RUNS}
+    written = write_models(tmp_path_factory.mktemp("models"), RUNS)
+    for path in written.values():
+        write_tokenizer(path)
+    return written
 
 
 def converted(directory, to, out, configs):
@@ -176,9 +173,7 @@ def test_the_next_step_is_that_of_the_backend_that_it_came_from(outcome, paths):
     pairs.append((step(again, 3), ranks[0]["next"]))
     for found, expected in pairs:
         assert expected["grad_norm"] > 0.1
-        found, expected = (m | dict(m["means"]) for m in (found, expected))
-        for key in expected.keys() - {"means"}:
-            assert found[key] == pytest.approx(expected[key], rel=5e-5, abs=1e-5), key
+        assert_close_metrics(expected, found, rel=5e-5, floor=5e-6)
     weights = of_all_stages(ranks, "weights")
     for name, weight in fsdp["weights"].items():
         difference = np.abs(weights[name] - weight)
@@ -262,11 +257,8 @@ def test_a_model_that_was_not_trained_is_refused(run, tmp_path, capsys):
 
 
 def test_adapters_are_not_converted(paths, tmp_path, process_group):
-    from asyncrl.trainer.fsdp.backend import FsdpBackend
-
     spec = spec_of(paths["qwen3"], 1, "fsdp")
     spec = replace(spec, trainer=replace(spec.trainer, lora=LoraConfig(rank=2)))
-    backend = FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
-    save(backend, tmp_path / "trainer")
+    save(fsdp_backend(spec), tmp_path / "trainer")
     with pytest.raises(ConfigError, match="adapters alone"):
         open_training_state(tmp_path / "trainer")

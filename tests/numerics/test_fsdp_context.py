@@ -16,6 +16,7 @@ from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3_moe
 from asyncrl_testing.rank_processes import run_ranks
+from tests.numerics import one_rank
 from tests.numerics.test_fsdp_ranks import FITTED, PPO, assert_close_metrics, assert_close_weights, build
 
 pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.usefixtures("process_group")]
@@ -24,21 +25,15 @@ DEADLINE_S = 300
 LEASES = [random_lease(80 + step, step=step) for step in range(3)]
 BUDGET = 32
 """Of tokens: several micro-batches, of lengths that no number of ranks divides."""
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-    "initializer_range": 0.2,
-}
+SIZES = {**one_rank.SIZES, "initializer_range": 0.2}
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=4)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 4})),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
     "mixture": lambda: random_qwen3_moe(vocab_size=VOCAB_SIZE),
     "sliding": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**SIZES, num_key_value_heads=1, use_sliding_window=True, sliding_window=5, max_window_layers=0)
+        Qwen3Config(
+            **SIZES | {"num_key_value_heads": 1}, use_sliding_window=True, sliding_window=5, max_window_layers=0
+        )
     ),
 }
 SHARED = FsdpConfig(context_parallel=2)

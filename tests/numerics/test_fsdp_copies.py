@@ -72,14 +72,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(model):
-    return run_ranks(
-        rank_main,
-        model.parent / "ranks",
-        RANKS,
-        model,
-        preload=["tests.numerics.test_fsdp_ranks"],
-        deadline_s=DEADLINE_S,
-    )
+    root, preload = model.parent / "ranks", ["tests.numerics.test_fsdp_ranks"]
+    return run_ranks(rank_main, root, RANKS, model, preload=preload, deadline_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

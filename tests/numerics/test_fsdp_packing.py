@@ -32,31 +32,22 @@ from asyncrl.trainer.fsdp.optimizer import build_optimizer
 from asyncrl.trainer.step.batch import pack
 from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 from asyncrl.weights.experts import unfused
-from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
+from asyncrl_testing.backend_suite import random_lease, weights_of
 from tests.numerics import one_rank
 from tests.numerics.one_rank import CPU
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "max_position_embeddings": 128,
-}
+SIZES = {**one_rank.SIZES, "initializer_range": 0.2, "max_position_embeddings": 128}
 MODELS = {
-    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True),
     "qwen3-moe": lambda: Qwen3MoeConfig(
-        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False
     ),
     "seed-oss with dropout": lambda: SeedOssConfig(
-        **SIZES, head_dim=8, attention_dropout=0.2, residual_dropout=0.2, tie_word_embeddings=False
+        **SIZES, attention_dropout=0.2, residual_dropout=0.2, tie_word_embeddings=False
     ),
     "mistral-sliding": lambda: MistralConfig(**SIZES, sliding_window=5, tie_word_embeddings=True),
 }
@@ -86,21 +77,6 @@ def single_logprobs(model, trajectory, temperature=1.0):
     return logp[at - 1, ids[at]]
 
 
-def reference_step(model, lease, temperature):
-    """Loss and gradient of the whole lease, sequence by sequence."""
-    total = sum(t.num_trained_tokens for t in lease.trajectories.values())
-    loss = 0.0
-    for (ordinal, index), t in lease.trajectories.items():
-        if t.num_trained_tokens:
-            ratio = (single_logprobs(model, t, temperature) - torch.from_numpy(t.logprobs)).exp()
-            advantage = lease.advantages[ordinal][index]
-            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-            part = -surrogate[torch.from_numpy(t.loss_mask)].sum() / total
-            part.backward()
-            loss += part.item()
-    return loss, torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_logprobs_are_those_of_single_sequences(model_paths, name):
     lease = random_lease(0, max_response=30)
@@ -122,7 +98,7 @@ def test_packed_logprobs_are_those_of_single_sequences(model_paths, name):
     ids=["another output layer", "no output layer", "no norm"],
 )
 def test_files_that_contradict_their_config_are_refused(tmp_path, tied, change, found):
-    config = Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=tied)
+    config = Qwen3Config(**SIZES, tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors") | change
     save_file({n: t for n, t in tensors.items() if t is not None}, tmp_path / "model.safetensors", {"format": "pt"})
@@ -168,7 +144,7 @@ def test_ranks_that_read_no_weights_build_the_same_model(model_paths, name, head
 def test_loss_gradient_and_update_are_the_references(model_paths, name, temperature):
     lease = random_lease(1)
     model = AutoModelForCausalLM.from_pretrained(model_paths / name, dtype=torch.float32)
-    loss, norm = reference_step(model, lease, temperature)
+    loss, norm = one_rank.reference_step(model, lease, partial(single_logprobs, temperature=temperature))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     optimizer.step()
     backend = build(model_paths / name, temperature=temperature)
@@ -311,12 +287,11 @@ def test_published_tensors_are_those_of_the_model(model_paths, name, dtype):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (lambda: Gemma2Config(**SIZES, head_dim=8), "final_logit_softcapping"),
+        (lambda: Gemma2Config(**SIZES), "final_logit_softcapping"),
         (lambda: MixtralConfig(**SIZES, num_local_experts=2), "fused experts"),
         (
             lambda: Qwen3NextConfig(
                 **SIZES,
-                head_dim=8,
                 num_experts=0,
                 linear_num_key_heads=2,
                 linear_num_value_heads=2,

@@ -11,16 +11,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, GaeConfig, KlConfig
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
-from asyncrl.trainer.fsdp.backend import FsdpBackend
+from asyncrl.config.trainer import FsdpConfig, LoraConfig
 from asyncrl.trainer.fsdp.model import load_model, shard
 from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import RankPlan
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3_moe
 from asyncrl_testing.rank_processes import run_ranks
+from tests.backends import fsdp_backend, trainer_spec
+from tests.numerics.one_rank import SIZES
 
 pytestmark = pytest.mark.numerics
 
@@ -51,20 +51,9 @@ LARGE_VOCAB, LARGE_BYTES = 600_000, 4 * 36 * 600_000
 
 
 def build(path, rank, world_size, fsdp=None, algorithm=None, lora=None):
-    spec = TrainerSpec(
-        model=ModelConfig(path=str(path)),
-        trainer=TrainerConfig(
-            lr=1e-3,
-            weight_decay=0.1,
-            warmup_steps=2,
-            num_ranks=world_size,
-            fsdp=fsdp or FsdpConfig(),
-            lora=lora or LoraConfig(),
-        ),
-        algorithm=algorithm or AlgorithmConfig(),
-        temperature=0.9,
-    )
-    return FsdpBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
+    settings = {"num_ranks": world_size, "fsdp": fsdp or FsdpConfig(), "lora": lora or LoraConfig()}
+    spec = trainer_spec(path, algorithm, lr=1e-3, weight_decay=0.1, warmup_steps=2, temperature=0.9, **settings)
+    return fsdp_backend(spec, rank, world_size)
 
 
 def step(backend, lease, rank, world_size, budget=48):
@@ -144,17 +133,8 @@ def rank_main(_directory, rank, world_size, root):
 def uneven(**changes):
     """A model whose shards are of unequal size."""
     torch.manual_seed(0)
-    return Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=36,
-        intermediate_size=49,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-        **changes,
-    )
+    sizes = {**SIZES, "hidden_size": 36, "intermediate_size": 49, "initializer_range": 0.2}
+    return Qwen3Config(**sizes, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +170,11 @@ def outcome(tmp_path_factory, process_group):
     return reference, found
 
 
-def assert_close_metrics(a, b, rel=1e-5):
+def assert_close_metrics(a, b, rel=1e-5, floor=1e-6):
     a, b = (metrics | dict(metrics["means"]) for metrics in (a, b))
+    assert a.keys() == b.keys()
     for key in a.keys() - {"means"}:
-        value = a[key]
-        assert value == pytest.approx(b[key], rel=rel, abs=1e-6 + rel / 10), key
+        assert a[key] == pytest.approx(b[key], rel=rel, abs=floor + rel / 10), key
 
 
 def assert_close_weights(a, b, tolerance=1e-5):

@@ -2,6 +2,7 @@
 stop all ranks, against FSDP2 on one rank in this process; and the vocabulary-parallel softmax against float64."""
 
 from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,17 +10,16 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import MegatronConfig, TrainerConfig
+from asyncrl.config.trainer import MegatronConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import RankPlan
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, with_experts, write_model
 from asyncrl_testing.random_model import random_qwen3_moe
 from asyncrl_testing.rank_processes import run_ranks
+from tests.backends import fsdp_backend, megatron_backend, rank_spec
 from tests.make import needs_megatron
-from tests.numerics.test_fsdp_ranks import FITTED as FITTED_AND_BALANCED
+from tests.numerics import test_fsdp_ranks
 from tests.numerics.test_fsdp_ranks import PPO
 
 pytestmark = [
@@ -31,7 +31,7 @@ pytestmark = [
 DEADLINE_S = 280
 LEASES = [random_lease(60 + step, step=step) for step in range(3)]
 RECORDED = [with_experts(lease) for lease in LEASES]
-FITTED = replace(FITTED_AND_BALANCED, router_aux_coefficient=0.0)
+FITTED = replace(test_fsdp_ranks.FITTED, router_aux_coefficient=0.0)
 BALANCED = AlgorithmConfig(router_aux_coefficient=0.5, entropy_coefficient=0.01)
 DENSE = {
     "tp2": MegatronConfig(tensor_parallel=2),
@@ -45,18 +45,6 @@ MIXTURE |= {
     "cp2-ep2": MegatronConfig(context_parallel=2, expert_parallel=2),
     "pp2-experts": MegatronConfig(pipeline_parallel=2, recompute="full"),
 }
-
-
-def spec_of(path, world_size, backend, layout=None, algorithm=None, router_replay="off"):
-    return TrainerSpec(
-        model=ModelConfig(path=str(path)),
-        trainer=TrainerConfig(
-            backend=backend, num_ranks=world_size, lr=1e-3, weight_decay=0.1, warmup_steps=2,
-            megatron=layout or MegatronConfig(), collective_timeout_s=60, router_replay=router_replay,
-        ),
-        algorithm=algorithm or AlgorithmConfig(),
-        temperature=0.9,
-    )  # fmt: skip
 
 
 def plans_of(lease, ranks, rank, num_epochs=1):
@@ -136,15 +124,13 @@ def places(update):
 def rank_main(root, rank, world_size, models):
     from megatron.core import parallel_state
 
-    from asyncrl.trainer.megatron.backend import MegatronBackend
-
     found, former = {"softmax": softmax_error(dist.group.WORLD)}, None
     for name, layout in (DENSE | MIXTURE).items():
-        ranks = spec_of("none", world_size, "megatron", layout).trainer.layout
+        ranks = rank_spec("none", world_size, "megatron", layout).trainer.layout
 
         def make(path, algorithm, layout=layout, router_replay="off"):
-            spec = spec_of(path, world_size, "megatron", layout, algorithm, router_replay)
-            return MegatronBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
+            spec = rank_spec(path, world_size, "megatron", layout, algorithm, router_replay=router_replay)
+            return megatron_backend(spec, rank, world_size)
 
         if name in MIXTURE:
             found[name] = mixture(make, ranks, rank, models)
@@ -213,8 +199,6 @@ def softmax_error(group):
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory, process_group):
     """FSDP2's findings, and those of two ranks."""
-    from asyncrl.trainer.fsdp.backend import FsdpBackend
-
     root = tmp_path_factory.mktemp("features")
     models = {"dense": write_model(root / "dense"), "mixture": str(root / "mixture")}
     random_qwen3_moe(vocab_size=VOCAB_SIZE).save_pretrained(root / "mixture")
@@ -223,10 +207,9 @@ def outcome(tmp_path_factory, process_group):
     )
 
     def make(path, algorithm, router_replay="off"):
-        spec = spec_of(path, 1, "fsdp", algorithm=algorithm, router_replay=router_replay)
-        return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+        return fsdp_backend(rank_spec(path, 1, "fsdp", algorithm=algorithm, router_replay=router_replay))
 
-    single = spec_of("none", 1, "fsdp").trainer.layout
+    single = rank_spec("none", 1, "fsdp").trainer.layout
     found, ppo, plans = features(make, single, 0, models)
     found["last"] = train(ppo, plans, 2)
     plain = make(models["dense"], AlgorithmConfig())
@@ -243,11 +226,18 @@ def assert_close_weights(outcome, layout, key):
         assert np.mean(np.abs(weights[name] - weight) > 1e-4) < 0.01, name
 
 
-def assert_close_metrics(found, expected, rel):
-    found, expected = (metrics | dict(metrics["means"]) for metrics in (found, expected))
-    assert found.keys() == expected.keys()
-    for key in expected.keys() - {"means"}:
-        assert found[key] == pytest.approx(expected[key], rel=rel, abs=1e-5 + rel / 10), key
+assert_close_metrics = partial(test_fsdp_ranks.assert_close_metrics, floor=1e-5)
+
+
+def assert_close_steps(outcome, layout, key, rel=1e-4):
+    """What the first rank measured in each step of `key` is what FSDP2 did."""
+    expected, ranks = outcome
+    for found, one in zip(ranks[0][layout][key], expected[key], strict=True):
+        assert_close_metrics(found, one, rel=rel)
+
+
+def assert_all_the_same(outcome, layout, key):
+    assert all(rank[layout][key] == outcome[1][0][layout][key] for rank in outcome[1])
 
 
 def test_the_softmax_over_a_split_vocabulary_is_that_of_float64(outcome):
@@ -257,9 +247,9 @@ def test_the_softmax_over_a_split_vocabulary_is_that_of_float64(outcome):
 @pytest.mark.parametrize("layout", DENSE)
 def test_ppo_with_critic_and_reference_is_that_of_fsdp(outcome, layout):
     expected, ranks = outcome
-    assert all(rank[layout]["ppo"] == ranks[0][layout]["ppo"] for rank in ranks)
-    for found, one in zip(ranks[0][layout]["ppo"], expected["ppo"], strict=True):
-        assert_close_metrics(found, one, rel=1e-3)
+    assert_all_the_same(outcome, layout, "ppo")
+    assert_close_steps(outcome, layout, "ppo", rel=1e-3)
+    for one in expected["ppo"]:
         assert dict(one["means"]).keys() >= {"critic/loss", "critic/explained_variance", "train/kl_reference"}
     assert_close_weights(outcome, layout, "ppo_weights")
     both = {key: value for rank in ranks for key, value in rank[layout]["kl"].items()}
@@ -268,19 +258,15 @@ def test_ppo_with_critic_and_reference_is_that_of_fsdp(outcome, layout):
 
 @pytest.mark.parametrize("layout", MIXTURE)
 def test_corrections_fitted_over_an_update_are_those_of_fsdp(outcome, layout):
-    expected, ranks = outcome
-    for found, one in zip(ranks[0][layout]["mixture"], expected["mixture"], strict=True):
-        assert_close_metrics(found, one, rel=1e-3)
+    assert_close_steps(outcome, layout, "mixture", rel=1e-3)
 
 
 @pytest.mark.parametrize("layout", MIXTURE)
 def test_the_load_balancing_loss_is_that_of_fsdp(outcome, layout):
     """Its value, and its gradient by the norm and by the routers after two steps."""
-    expected, ranks = outcome
-    assert all(rank[layout]["balanced"] == ranks[0][layout]["balanced"] for rank in ranks)
-    for found, one in zip(ranks[0][layout]["balanced"], expected["balanced"], strict=True):
-        assert_close_metrics(found, one, rel=1e-4)
-        assert dict(one["means"])["train/router_balance"] > 1
+    assert_all_the_same(outcome, layout, "balanced")
+    assert_close_steps(outcome, layout, "balanced")
+    assert all(dict(one["means"])["train/router_balance"] > 1 for one in outcome[0]["balanced"])
     assert_close_weights(outcome, layout, "balanced_weights")
 
 
@@ -294,8 +280,7 @@ def test_replayed_experts_are_those_of_fsdp(outcome, layout):
         np.testing.assert_allclose(found[key], one, atol=1e-4)
     gaps = [np.abs(found[key] - one) for key, one in expected["free_logprobs"].items()]
     assert np.concatenate(gaps).mean() > 0.05, "other experts are another function"
-    for found, one in zip(ranks[0][layout]["replayed"], expected["replayed"], strict=True):
-        assert_close_metrics(found, one, rel=1e-4)
+    assert_close_steps(outcome, layout, "replayed")
     assert_close_weights(outcome, layout, "replayed_weights")
 
 
@@ -303,7 +288,7 @@ def test_replayed_experts_are_those_of_fsdp(outcome, layout):
 def test_a_checkpoint_of_another_layout_goes_on(outcome, layout):
     """Weights, moments and the number of steps of policy and critic."""
     expected, ranks = outcome
-    assert all(rank[layout]["resumed"] == ranks[0][layout]["resumed"] for rank in ranks)
+    assert_all_the_same(outcome, layout, "resumed")
     assert_close_metrics(ranks[0][layout]["resumed"], expected["last"], rel=1e-3)
     assert_close_metrics(ranks[0][layout]["resumed"], ranks[0][layout]["last"], rel=1e-3)
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.trainer import MegatronConfig, TrainerConfig
+from asyncrl.config.trainer import MegatronConfig
 from asyncrl.trainer.backends import open_checkpoint
-from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl_testing.backend_suite import random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
+from tests.backends import fsdp_backend, megatron_backend, rank_spec
 from tests.make import needs_megatron
+from tests.numerics.test_fsdp_ranks import assert_close_metrics, assert_close_weights
 
 pytestmark = [
     pytest.mark.numerics,
@@ -80,21 +80,8 @@ def build_model(kind):
 
 
 def spec_of(path, world_size, backend, layout=None, **algorithm):
-    return TrainerSpec(
-        model=ModelConfig(path=str(path)),
-        trainer=TrainerConfig(
-            backend=backend,
-            num_ranks=world_size,
-            lr=1e-3,
-            weight_decay=0.1,
-            warmup_steps=2,
-            max_grad_norm=0.5,
-            megatron=layout or MegatronConfig(),
-            collective_timeout_s=60,
-        ),
-        algorithm=AlgorithmConfig(entropy_coefficient=0.01, **algorithm),
-        temperature=0.9,
-    )
+    algorithm = AlgorithmConfig(entropy_coefficient=0.01, **algorithm)
+    return rank_spec(path, world_size, backend, layout, algorithm, max_grad_norm=0.5)
 
 
 def run(make, plan_of, directory):
@@ -130,46 +117,39 @@ def rank_main(root, rank, world_size, paths):
 
 
 def at_layout(root, rank, world_size, path, layout):
-    from asyncrl.trainer.megatron.backend import MegatronBackend
-
     spec = spec_of(path, world_size, "megatron", layout)
     ranks = spec.trainer.layout
-
-    def make():
-        return MegatronBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
 
     def plan_of(lease):
         return lease.plans(ranks.num_plans, BUDGET)[ranks.plan_of(rank)]
 
-    return run(make, plan_of, root / "trainer")
+    return run(lambda: megatron_backend(spec, rank, world_size), plan_of, root / "trainer")
 
 
 @pytest.fixture(scope="module")
 def references(paths, tmp_path_factory, process_group):
     """Kind of model -> what FSDP2 on one rank finds; made when it is asked for."""
-    from asyncrl.trainer.fsdp.backend import FsdpBackend
-
     made = {}
 
     def reference(kind):
         if kind not in made:
             spec, root = spec_of(paths[kind], 1, "fsdp"), tmp_path_factory.mktemp(kind)
-
-            def make():
-                return FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
-
-            made[kind] = run(make, lambda lease: lease.plans(1, BUDGET)[0], root / "trainer")
+            made[kind] = run(lambda: fsdp_backend(spec), lambda lease: lease.plans(1, BUDGET)[0], root / "trainer")
         return made[kind]
 
     return reference
 
 
+def write_models(root, kinds):
+    """Kind -> where its model is."""
+    for kind in kinds:
+        build_model(kind).save_pretrained(root / kind)
+    return {kind: root / kind for kind in kinds}
+
+
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    for kind in {kind for kind, _, _ in LAYOUTS.values()}:
-        build_model(kind).save_pretrained(root / kind)
-    return {kind: root / kind for kind, _, _ in LAYOUTS.values()}
+    return write_models(tmp_path_factory.mktemp("models"), {kind for kind, _, _ in LAYOUTS.values()})
 
 
 @pytest.fixture(scope="module")
@@ -234,21 +214,16 @@ def test_logprobs_are_those_of_hugging_face(outcome):
 def test_metrics_of_two_steps_are_those_of_fsdp_and_the_same_on_every_rank(outcome):
     reference, ranks, _ = outcome
     assert all(rank["steps"] == ranks[0]["steps"] for rank in ranks)
-    for number, (found, expected) in enumerate(zip(ranks[0]["steps"], reference["steps"], strict=True)):
+    for found, expected in zip(ranks[0]["steps"], reference["steps"], strict=True):
         assert expected["grad_norm"] > 0.5, "clipped"
-        found, expected = (m | dict(m["means"]) for m in (found, expected))
-        for key in expected.keys() - {"means"}:
-            assert found[key] == pytest.approx(expected[key], rel=5e-5, abs=1e-5), (number, key)
+        assert_close_metrics(expected, found, rel=5e-5, floor=5e-6)
 
 
 def test_weights_after_two_steps_are_those_of_fsdp(outcome):
     """Adam turns a gradient of rounding size into a step of lr, so single elements may differ by that."""
     reference, ranks, _ = outcome
-    weights = sent(ranks, "weights")
-    for name, expected in reference["weights"].items():
-        difference = np.abs(weights[name] - expected)
-        assert np.mean(difference > 2e-5) < 0.01, name
-        assert difference.max() < 3e-3, name
+    weights = sent(ranks, "weights")  # in the order of stages
+    assert_close_weights(reference["weights"], {name: weights[name] for name in reference["weights"]}, tolerance=2e-5)
 
 
 def test_resumed_training_is_bitwise_the_same(outcome):

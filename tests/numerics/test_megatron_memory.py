@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from asyncrl.config.algorithm import KlConfig
 from asyncrl.config.trainer import MegatronConfig
@@ -11,8 +10,9 @@ from asyncrl.trainer.backends import memory_of
 from asyncrl.trainer.model_tensors import model_tensors
 from asyncrl.types import ModelFacts
 from asyncrl_testing.rank_processes import run_ranks
+from tests.backends import megatron_backend
 from tests.make import needs_megatron
-from tests.numerics.test_megatron_layouts import build_model, spec_of
+from tests.numerics.test_megatron_layouts import spec_of, write_models
 
 pytestmark = [
     pytest.mark.numerics,
@@ -38,12 +38,10 @@ def rank_main(root, rank, world_size, paths):
     """(stage, bytes of weights, of gradients, of the optimizer) of this rank at each layout."""
     from megatron.core import parallel_state
 
-    from asyncrl.trainer.megatron.backend import MegatronBackend
-
     found = {}
     for name, (kind, layout, algorithm) in LAYOUTS.items():
         spec = spec_of(paths[kind], world_size, "megatron", layout, **algorithm)
-        backend = MegatronBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
+        backend = megatron_backend(spec, rank, world_size)
         found[name] = parallel_state.get_pipeline_model_parallel_rank(), *allocated(backend._models)
         parallel_state.destroy_model_parallel()
     return found
@@ -70,10 +68,7 @@ def storages(tensors):
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    for kind in KINDS:
-        build_model(kind).save_pretrained(root / kind)
-    return {kind: root / kind for kind in KINDS}
+    return write_models(tmp_path_factory.mktemp("models"), KINDS)
 
 
 @pytest.fixture(scope="module")

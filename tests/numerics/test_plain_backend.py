@@ -1,23 +1,22 @@
 """The training step over plain torch and over FSDP2, on one rank: the same numbers."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from asyncrl.config.load import load_recipe
-from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl_testing.backend_suite import random_lease
 from asyncrl_testing.plain_backend import PlainBackend
+from tests.backends import fsdp_backend
+from tests.processes import QUICKSTART
 from tools.make_tiny_model import Settings, build_model, build_tokenizer
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 PPO = [
     "algorithm.advantage=gae",
     "algorithm.gae.lam=0.9",
@@ -52,7 +51,7 @@ def test_steps_of_the_quickstart_are_those_of_fsdp(tiny_model, overrides):
     recipe = load_recipe(QUICKSTART, [f"model.path={tiny_model}", *overrides])
     spec = TrainerSpec.of(recipe)
     plain = PlainBackend(spec)
-    fsdp = FsdpBackend(spec, rank=0, world_size=1, device=torch.device("cpu"))
+    fsdp = fsdp_backend(spec)
     rules = replace(PackingRules.of(recipe), max_tokens_per_microbatch=64)
     for step in range(4):
         lease = random_lease(step, num_groups=4, group_size=4, step=step)

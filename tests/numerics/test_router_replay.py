@@ -1,6 +1,7 @@
 """Router replay: the engine records what its model chose, and what is trained goes through just these experts."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -103,19 +104,9 @@ def test_log_probabilities_are_those_of_a_forward_pass_through_the_same_experts(
 @pytest.mark.parametrize(("budget", "checkpointing"), [(32, False), (4096, False), (4096, True)])
 def test_a_step_has_the_gradient_of_that_function_for_every_packing(path, norm_topk_prob, budget, checkpointing):
     lease, model = with_experts(random_lease(0)), double(norm_topk_prob)
-    count, loss = sum(t.num_trained_tokens for t in lease.trajectories.values()), 0.0
-    for (ordinal, index), t in lease.trajectories.items():
-        if not t.num_trained_tokens:
-            continue
-        ratio = (own_logprobs(model, t, norm_topk_prob) - torch.from_numpy(t.logprobs)).exp()
-        advantage = lease.advantages[ordinal][index]
-        surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-        part = -surrogate[torch.from_numpy(t.loss_mask)].sum() / count
-        part.backward()
-        loss += part.item()
+    loss, norm = one_rank.reference_step(model, lease, partial(own_logprobs, normalises=norm_topk_prob))
     gates = [layer.mlp.gate.weight.grad for layer in model.model.layers]
     assert all(g is not None and g.norm() > 1e-4 for g in gates), "the gradient reaches the routers"
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
     backend = build(path, activation_checkpointing=checkpointing)
     before = weights_of(backend)
     metrics = backend.train_step(plan_of(lease, budget), lease.trajectories)

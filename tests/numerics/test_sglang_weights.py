@@ -2,20 +2,16 @@
 
 import pytest
 
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import SglangEngineConfig
 from asyncrl.errors import WeightTransferError
 from asyncrl_testing.engine_client import within
 from asyncrl_testing.random_model import random_qwen3, write_random_qwen3
 from asyncrl_testing.served_weights_suite import ServedWeightsConformance, publish
-from tests.make import require_sglang
+from tests.engines import running, sglang_engine, started
 
 pytestmark = [pytest.mark.numerics, pytest.mark.sglang]
 
 
-def make_settings(**more):
-    sizes = {"max_running_requests": 16, "stream_interval": 1, "max_total_tokens": 1 << 14}
-    return SglangEngineConfig(max_model_len=512, **sizes, **more)
+SIZES = {"max_running_requests": 16, "stream_interval": 1, "max_total_tokens": 1 << 14}
 
 
 class TestSglangServesWhatIsPublished(ServedWeightsConformance):
@@ -24,29 +20,18 @@ class TestSglangServesWhatIsPublished(ServedWeightsConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def make_engine(cls):
-        require_sglang()
-        from asyncrl.inference.sglang.engine import SglangEngine
-
-        async def make(path):
-            settings = make_settings(record_experts="num_experts" in (path / "config.json").read_text())
-            engine = SglangEngine(ModelConfig(path=str(path)), settings, load_real_weights=False)
-            await within(engine.start(), 240.0)
-            return engine
+        def make(path):
+            has_experts = "num_experts" in (path / "config.json").read_text()
+            return started(sglang_engine(path, record_experts=has_experts, **SIZES))
 
         return make
 
     async def test_published_weights_have_the_checksums_of_loaded_ones(self, engine, link, tmp_path):
         """By SGLang's own count, also after a publish that was refused in the middle."""
-        from asyncrl.inference.sglang.engine import SglangEngine
-
         wanted, other = random_qwen3(seed=40), random_qwen3(seed=41)
         path = write_random_qwen3(tmp_path / "model", seed=40)
-        loaded = SglangEngine(ModelConfig(path=str(path)), make_settings(), load_real_weights=True)
-        try:
-            await within(loaded.start(), 240.0)
+        async with running(sglang_engine(path, real=True, **SIZES)) as loaded:
             expected = await within(loaded.checksums())
-        finally:
-            await within(loaded.stop(), 60.0)
         assert len(expected[0]) > 10
         await publish(engine, link, wanted.named_parameters(), 50)
         assert await within(engine.checksums()) == expected

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import WeightTransferError
 from asyncrl.inference.torch_engine.engine import TorchEngine
-from asyncrl.types import GenerationRequest, Manifest, SamplingParams, TensorSpec
-from asyncrl.weights.plan import plan_buckets
+from asyncrl.types import GenerationRequest, SamplingParams
+from asyncrl.weights.packing import spec_of
+from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transports import build_sender
 from asyncrl_testing.engine_suite import Client, make_request, within
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
+from tests.engines import running, torch_engine
 
 pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("one_thread")]
 
@@ -29,10 +32,8 @@ def model_path(tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def engine(model_path):
-    engine = TorchEngine(ModelConfig(path=str(model_path)), TorchEngineConfig(device="cpu"), load_real_weights=True)
-    await within(engine.start())
-    yield engine
-    await within(engine.stop())
+    async with running(torch_engine(model_path, real=True)) as engine:
+        yield engine
 
 
 async def run_all(engine, requests):
@@ -115,36 +116,23 @@ def filtered_distribution(logits, temperature, top_k, top_p):
 
 
 async def test_bfloat16_logprobs_are_those_of_a_bfloat16_forward(model_path):
-    config = ModelConfig(path=str(model_path), inference_dtype="bfloat16")
-    engine = TorchEngine(config, TorchEngineConfig(device="cpu"), load_real_weights=True)
-    await within(engine.start())
-    clients = await run_all(engine, mixed_requests(16))
-    await within(engine.stop())
+    async with running(torch_engine(model_path, real=True, dtype="bfloat16")) as engine:
+        clients = await run_all(engine, mixed_requests(16))
     exact, rounded = random_qwen3().bfloat16().double(), random_qwen3().bfloat16()
     ours = np.concatenate([np.array(c.logprobs) - reference_logprobs(exact, c) for c in clients])
     theirs = np.concatenate([reference_logprobs(rounded, c) - reference_logprobs(exact, c) for c in clients])
     assert np.sqrt((ours**2).mean()) < 1.5 * np.sqrt((theirs**2).mean())
 
 
-def send_weights(sender, manifest, model):
-    return sender.send(manifest, list(model.named_parameters()), 30.0)
-
-
-def specs_of(model):
-    return tuple(
-        TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.numel() * p.element_size())
-        for name, p in model.named_parameters()
-    )
-
-
 async def publish(engine, model, version, staged=False):
-    specs = specs_of(model)
-    manifest = Manifest(version, version, specs, plan_buckets(specs, 1 << 18), is_staged=staged)
+    weights = list(model.named_parameters())
+    manifest = make_manifest(version, version, [spec_of(*w) for w in weights], 1 << 18)
+    manifest = replace(manifest, is_staged=staged)
     receive = engine.stage_weights if staged else engine.load_weights
     with closing(build_sender("ipc", 1 << 18, 1)) as sender:
         source = await asyncio.to_thread(sender.open)
         received, sent = await asyncio.gather(
-            receive(manifest, source, 30.0), asyncio.to_thread(send_weights, sender, manifest, model)
+            receive(manifest, source, 30.0), asyncio.to_thread(sender.send, manifest, weights, 30.0)
         )
     assert received == sent is not None
 
@@ -169,40 +157,34 @@ async def test_published_weights_are_served(model_path):
 
 async def test_staged_weights_exchange_their_memory_with_the_model(model_path):
     """Also those of tied layers: nothing is copied, and nothing more is kept. A publish that is not staged finds it."""
-    config = ModelConfig(path=str(model_path))
-    engine = TorchEngine(config, TorchEngineConfig(device="cpu"), load_real_weights=False)
-    await within(engine.start())
-    places = []
-    for version in range(5):
-        model = random_qwen3(seed=version)
-        staged = version != 3
-        if staged:
-            await publish(engine, model, version, staged=True)
-        await within(engine.pause("keep"))
-        if staged:
-            await within(engine.load_staged(30.0))
-            with pytest.raises(WeightTransferError, match="stage a publish first"):
-                await engine.load_staged(30.0)
-        else:
-            await publish(engine, model, version)
-        await within(engine.commit(version))
-        await within(engine.resume())
-        places.append({name: p.data_ptr() for name, p in engine._runner.model.named_parameters()})
-        (client,) = await run_all(engine, mixed_requests(1, temperature=0.0))
-        assert client.ids == greedy_continuation(model, client.request.prompt_ids, 48)
-        assert set(client.versions) == {version}
+    async with running(torch_engine(model_path)) as engine:
+        places = []
+        for version in range(5):
+            model = random_qwen3(seed=version)
+            staged = version != 3
+            if staged:
+                await publish(engine, model, version, staged=True)
+            await within(engine.pause("keep"))
+            if staged:
+                await within(engine.load_staged(30.0))
+                with pytest.raises(WeightTransferError, match="stage a publish first"):
+                    await engine.load_staged(30.0)
+            else:
+                await publish(engine, model, version)
+            await within(engine.commit(version))
+            await within(engine.resume())
+            places.append({name: p.data_ptr() for name, p in engine._runner.model.named_parameters()})
+            (client,) = await run_all(engine, mixed_requests(1, temperature=0.0))
+            assert client.ids == greedy_continuation(model, client.request.prompt_ids, 48)
+            assert set(client.versions) == {version}
     assert places[0] == places[2] == places[3] != places[1] == places[4]
     assert not set(places[0].values()) & set(places[1].values())
-    await within(engine.stop())
 
 
 async def test_an_incomplete_publish_is_refused_by_name(model_path):
-    config = ModelConfig(path=str(model_path))
-    engine = TorchEngine(config, TorchEngineConfig(device="cpu"), load_real_weights=False)
-    await within(engine.start())
-    await within(engine.pause("abort"))
     model = random_qwen3()
     del model.model.layers[3].mlp.gate_proj  # the trainer's model lacks a tensor that the replica has
-    with pytest.raises(WeightTransferError, match=r"layers\.3\.mlp\.gate_proj"):
-        await publish(engine, model, 1)
-    await within(engine.stop())
+    async with running(torch_engine(model_path)) as engine:
+        await within(engine.pause("abort"))
+        with pytest.raises(WeightTransferError, match=r"layers\.3\.mlp\.gate_proj"):
+            await publish(engine, model, 1)

@@ -9,7 +9,6 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.inference.torch_engine.loop import DecodeLoop
-from asyncrl.inference.torch_engine.messages import Abort, Commit, Pause, Resume, Stop, Submit
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
 from asyncrl_testing.engine_suite import make_request
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
@@ -44,7 +43,7 @@ class Driven:
         self.chunks = {request.request_id: [] for request in requests}
         self.open = set(self.chunks)
         for request in requests:
-            self.commands.put(Submit(request))
+            self.commands.put(lambda loop, request=request: loop.submit(request))
         with torch.inference_mode():
             self.runner.warm_up()
         self.runner.passes.clear()
@@ -56,13 +55,10 @@ class Driven:
             if chunk.finish_reason is not None:
                 self.open.discard(chunk.request_id)
         for command in self.script.get(self.reports, ()):
-            if callable(command):
-                command(self.runner.model)
-            else:
-                self.commands.put(command)
+            self.commands.put(command)
         self.reports += 1
         if not self.open:
-            self.commands.put(Stop())
+            self.commands.put(DecodeLoop.stop)
 
     def ids(self, request):
         return [int(i) for chunk in self.chunks[request.request_id] for i in chunk.token_ids]
@@ -93,11 +89,14 @@ def test_a_publish_in_the_middle_of_a_prefill_starts_it_over(small_path):
     short, long = greedy_pair()
     new = random_qwen3(seed=5, **SMALL)
 
-    def swap(model):
-        for old, fresh in zip(model.parameters(), new.parameters(), strict=True):
+    def publish(loop):
+        loop.pause("keep", 0)
+        for old, fresh in zip(loop.runner.model.parameters(), new.parameters(), strict=True):
             old.copy_(fresh)
+        loop.commit(1, 1)
+        loop.resume(2)
 
-    driven = Driven(small_path, [short, long], {4: [Pause("keep", 0), swap, Commit(1, 1), Resume(2)]})
+    driven = Driven(small_path, [short, long], {4: [publish]})
     starts = [start for _, start, width in driven.runner.passes if width == 99]
     assert starts.count(0) == 2
     assert driven.ids(long) == greedy_continuation(new, long.prompt_ids, 20)
@@ -109,7 +108,7 @@ def test_a_commit_hands_over_what_the_old_version_sampled(small_path):
     """The long prompt takes 13 passes after the short one's, so that its chunks of four end a round after the other's;
     report 7 is of the short one."""
     short, long = greedy_pair()
-    driven = Driven(small_path, [short, long], {7: [Commit(1, 0)]}, chunk_tokens=4)
+    driven = Driven(small_path, [short, long], {7: [lambda loop: loop.commit(1, 0)]}, chunk_tokens=4)
     chunks = [(len(c.token_ids), c.version) for c in driven.chunks[long.request_id]]
     last_old = [version for _, version in chunks].index(1) - 1
     assert 0 < chunks[last_old][0] < 4
@@ -119,7 +118,7 @@ def test_a_commit_hands_over_what_the_old_version_sampled(small_path):
 
 def test_an_abort_in_the_middle_of_a_prefill_ends_only_its_request(small_path):
     short, long = greedy_pair()
-    driven = Driven(small_path, [short, long], {3: [Abort((long.request_id,), 0)]})
+    driven = Driven(small_path, [short, long], {3: [lambda loop: loop.abort((long.request_id,), 0)]})
     assert [(len(c.token_ids), c.finish_reason) for c in driven.chunks[long.request_id]] == [(0, "abort")]
     assert driven.ids(short) == greedy_continuation(random_qwen3(**SMALL), short.prompt_ids, 60)
     assert len([1 for _, _, width in driven.runner.passes if width == 99]) < 13

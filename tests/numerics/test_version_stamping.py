@@ -2,52 +2,50 @@
 
 import asyncio
 from contextlib import closing
+from functools import partial
 
 import pytest
 import pytest_asyncio
 import torch
 
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import TorchEngineConfig
-from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.transports import build_receiver
-from asyncrl_testing.engine_client import within
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.marked_model import NUM_MARKS, mark_of, marked_qwen3
 from asyncrl_testing.random_model import write_random_qwen3
 from asyncrl_testing.stamping_suite import BoundarySuite, StampingSuite
+from tests.engines import running, torch_engine
 
 pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("one_thread")]
 
 
-class TorchEngineCase(StampingSuite):
+class EngineCase(BoundarySuite):
+    """Of the engine that `build` makes of a path."""
+
+    build = staticmethod(partial(torch_engine, num_slots=8, chunk_tokens=16))
+
     @pytest_asyncio.fixture(loop_scope="class", scope="class")
     @classmethod
     async def engine(cls, tmp_path_factory):
         path = write_random_qwen3(tmp_path_factory.mktemp("model"), tie_word_embeddings=cls.tied)
-        settings = TorchEngineConfig(num_slots=8, chunk_tokens=16, device="cpu")
-        engine = TorchEngine(ModelConfig(path=str(path)), settings, load_real_weights=False)
-        await within(engine.start())
-        yield engine
-        await within(engine.stop())
+        async with running(cls.build(path)) as engine:
+            yield engine
 
 
-class TestTorchEngineTied(TorchEngineCase):
+class TestTorchEngineTied(EngineCase, StampingSuite):
     tied = True
 
 
 @pytest.mark.slow
-class TestTorchEngineUntied(TorchEngineCase):
+class TestTorchEngineUntied(EngineCase, StampingSuite):
     tied = False
 
 
 @pytest.mark.slow
-class TestTorchEngineCollective(BoundarySuite):
+class TestTorchEngineCollective(EngineCase):
     """The other transport of live weights, with the stamps alone."""
 
     transport = "collective"
-    engine = TorchEngineCase.engine
 
 
 async def receive_for_real(manifest, source, timeout_s):

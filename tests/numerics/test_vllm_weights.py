@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.inference.vllm.engine import VllmEngine
-from asyncrl_testing.engine_client import within
 from asyncrl_testing.served_weights_suite import ServedWeightsConformance
+from tests.engines import started, vllm_engine
 from tests.make import require_vllm
 
 pytestmark = pytest.mark.numerics
@@ -17,17 +14,7 @@ class TestVllmServesWhatIsPublished(ServedWeightsConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def make_engine(cls):
-        require_vllm()
-
-        async def make(path):
-            settings = VllmEngineConfig(
-                max_model_len=512, max_num_seqs=16, kv_cache_memory_bytes=64 << 20, enforce_eager=True
-            )
-            engine = VllmEngine(ModelConfig(path=str(path)), settings, load_real_weights=False)
-            await within(engine.start(), 240.0)
-            return engine
-
-        return make
+        return lambda path: started(vllm_engine(path, max_num_seqs=16))
 
 
 @pytest.mark.parametrize("own_copy", [True, False])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT
 from tests.structure.trees import tree_of
 
 pytestmark = pytest.mark.structure
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "asyncrl"
 LINES = 44_200
 LINES_OF_TESTS = 40_790

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -19,11 +18,11 @@ from asyncrl.config.load import known_keys, load_recipe
 from asyncrl.trainer.backends import BACKENDS
 from asyncrl.types.events import EVENTS
 from asyncrl.types.metrics import FAMILIES, Metric
+from tests.processes import ROOT, ran
 from tests.structure.trees import tree_of
 
 pytestmark = pytest.mark.structure
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "asyncrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -162,7 +161,7 @@ for module in {modules!r}:
     if found := [name for name in {list(heavy)!r} if name in sys.modules]:
         sys.exit(f"{{module}} loads {{found}}")
 """
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, cwd=ROOT)
+        done = ran("-c", script, timeout_s=280, code=None)
         wrong += [done.stderr[-500:]] if done.returncode else []
     assert not wrong
 
@@ -446,8 +445,7 @@ def test_an_event_is_declared_once_and_written():
 
 
 def test_the_generated_tables_of_the_documents_are_up_to_date():
-    done = subprocess.run([sys.executable, ROOT / "tools" / "document.py", "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran("tools/document.py", "--check", timeout_s=300)
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)

@@ -50,24 +50,6 @@ def test_every_advantage_is_its_papers(name, values):
     np.testing.assert_allclose(found, paper(name, values), rtol=1e-6, atol=1e-6)
 
 
-def test_one_right_of_four_by_hand():
-    one = np.array([1.0, 0.0, 0.0, 0.0])
-    third = 1 / 3
-    expected = {
-        "grpo": np.array([3, -1, -1, -1]) / 3**0.5,  # mean 1/4, population standard deviation sqrt(3)/4
-        "dr_grpo": [0.75, -0.25, -0.25, -0.25],
-        "rloo": [1.0, -third, -third, -third],
-        "maxrl": [3.0, -1.0, -1.0, -1.0],
-        "reinforce_plus_plus_baseline": [0.75, -0.25, -0.25, -0.25],
-        "reinforce_plus_plus": one,
-        "gae": one,
-        "teacher_only": 0 * one,
-    }
-    assert set(expected) == set(ADVANTAGES)
-    for name, values in expected.items():
-        np.testing.assert_allclose(build_advantage(name)(one), values, rtol=1e-5, err_msg=name)
-
-
 @settings(deadline=None, max_examples=60)
 @given(rewards)
 def test_the_sample_standard_deviation_is_numpys_and_scales_every_advantage_alike(values):
@@ -177,10 +159,7 @@ def test_without_a_buffer_rewards_are_as_they_were():
     assert shaped_rewards(rewards, (99, 0), OverlongConfig(), 10).tolist() == [1.0, -2.0]
 
 
-def test_a_buffer_that_every_response_is_in_is_refused():
-    with pytest.raises(ConfigError, match="every response would be penalised") as caught:
-        shaped_rewards([1.0], [5], DAPO, 64)
-    assert "to about 12, or 0" in str(caught.value)
+def test_every_reward_has_its_length():
     with pytest.raises(ValueError, match="lengths"):
         shaped_rewards([1.0], [5, 6], DAPO, 20480)
 

@@ -15,6 +15,7 @@ from asyncrl.environments.environment import TrajectoryLimits
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Segment
 from tests.environments import chat_with
+from tests.make import begun
 
 CHAT = chat_with()
 LIMITS = TrajectoryLimits(total_tokens=5000, response_tokens=5000, turn_tokens=500)
@@ -82,8 +83,7 @@ def test_what_an_agent_leaves_under_way_is_in_no_trajectory():
             return await generate(*args)
 
         policy.generate = late
-        stray = asyncio.create_task(session.answer(ask))
-        await asyncio.sleep(0)
+        stray = await begun(session.answer(ask))
         session.close()
         held.set()
         with pytest.raises(ApiError, match="has returned"):

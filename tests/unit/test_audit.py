@@ -44,7 +44,6 @@ def test_a_legal_log_is_clean_and_agrees_with_the_model(seed, crashes):
     assert (audit.step, audit.outcome, audit.unfinished) == (STEPS, "finished", ())
 
 
-@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS, crashes=st.booleans(), place=st.integers(0, 10**6))
 def test_a_lost_transition_is_found_unless_a_restart_undid_it(seed, crashes, place):
     events = Run(seed, crashes=crashes).events
@@ -60,7 +59,6 @@ def test_a_lost_transition_is_found_unless_a_restart_undid_it(seed, crashes, pla
         assert broken_promise(events) == ""
 
 
-@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS, crashes=st.booleans(), place=st.integers(0, 10**6))
 def test_a_transition_told_twice_is_always_found(seed, crashes, place):
     events = Run(seed, crashes=crashes).events
@@ -70,7 +68,6 @@ def test_a_transition_told_twice_is_always_found(seed, crashes, place):
     assert replay(events).findings or events[at]["event"] == "end"
 
 
-@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS, crashes=st.booleans(), place=st.integers(0, 10**6))
 def test_two_lines_that_changed_places_are_found_unless_they_commute(seed, crashes, place):
     events = Run(seed, crashes=crashes).events
@@ -177,7 +174,6 @@ def test_writers_that_race_die_and_tear_lines_leave_hashes_that_fit(tmp_path):
     assert unconfirmed(path.read_bytes()) == []
 
 
-@settings(max_examples=100, deadline=None)
 @given(junk=st.binary(max_size=300), cut=st.integers(0, 10**6), keep=st.booleans())
 @example(junk=b"[" * 200_000 + b"\n", cut=7, keep=True)
 @example(junk=b'{"event": ' * 200_000 + b"\n", cut=7, keep=True)
@@ -537,7 +533,6 @@ JSON = st.recursive(
 KIND = st.sampled_from(sorted(EVENTS))
 
 
-@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS, place=st.integers(0, 10**6), kind=KIND, others=st.lists(JSON, max_size=3), data=st.data())
 def test_no_event_is_too_much_for_it(seed, place, kind, others, data):
     """Events of all kinds with any values, among others that may make sense of them."""

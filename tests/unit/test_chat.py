@@ -1,5 +1,7 @@
 """Turns as token ids, in the formats of several chat templates."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,14 +11,24 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat import Chat
-from asyncrl.data.rows import ChatMessage, PromptRow
+from asyncrl.data.rows import ChatMessage
 from asyncrl.data.tokenizer import PromptRenderer
 from asyncrl.data.tool_calls import ToolPrompt
 from asyncrl.errors import DataError
 from tests.environments import PLAIN, QWEN, chat_with, tokenizer_with
+from tests.make import row
 
 SCHEMA = {"type": "function", "function": {"name": "calculator", "description": "adds", "parameters": {}}}
 TOOLS = ToolPrompt((SCHEMA,), "You can call calculator.")
+
+
+SUM = row("2", "1+1")
+
+
+def asked(tokenizer, question, tools=TOOLS):
+    """The text of a prompt."""
+    prompt = PromptRenderer(tokenizer, ModelConfig(path="/"), tools).prompt_ids(question)
+    return tokenizer.decode(prompt.tolist())
 
 
 def rendered(template, messages):
@@ -50,26 +62,19 @@ def test_a_template_without_tools_reads_of_them_in_words():
     ids = chat.next_turn(chat.encode("x </s>"), [{"role": "tool", "name": "calculator", "content": "42"}])
     assert chat._tokenizer.decode(ids.tolist()) == "[user] Result of calculator:\n42[assistant]"
     tokenizer = tokenizer_with(PLAIN, "</s>")
-    row = PromptRow((ChatMessage("user", "1+1"),), "2", "test", (), "here:1")
-    prompt = PromptRenderer(tokenizer, ModelConfig(path="/"), TOOLS).prompt_ids(row)
-    assert tokenizer.decode(prompt.tolist()) == "[system] You can call calculator.[user] 1+1[assistant]"
-    row = PromptRow((ChatMessage("system", "Be brief."), *row.messages), "2", "test", (), "here:1")
-    prompt = PromptRenderer(tokenizer, ModelConfig(path="/"), TOOLS).prompt_ids(row)
-    assert "[system] Be brief.\n\nYou can call calculator.[user]" in tokenizer.decode(prompt.tolist())
+    assert asked(tokenizer, SUM) == "[system] You can call calculator.[user] 1+1[assistant]"
+    brief = replace(SUM, messages=(ChatMessage("system", "Be brief."), *SUM.messages))
+    assert "[system] Be brief.\n\nYou can call calculator.[user]" in asked(tokenizer, brief)
 
 
 def test_a_template_with_tools_gets_their_schemas_in_rows_and_in_conversations():
     tokenizer = tokenizer_with(QWEN)
-    row = PromptRow((ChatMessage("user", "1+1"),), "2", "test", (), "here:1")
-    prompt = PromptRenderer(tokenizer, ModelConfig(path="/"), TOOLS).prompt_ids(row)
-    text = tokenizer.decode(prompt.tolist())
+    text = asked(tokenizer, SUM)
     assert '"name": "calculator"' in text
     assert "You can call" not in text
     again = chat_with(QWEN).prompt([{"role": "user", "content": "1+1"}], TOOLS)
-    assert np.array_equal(again, prompt)
-    assert "calculator" not in tokenizer.decode(
-        PromptRenderer(tokenizer, ModelConfig(path="/")).prompt_ids(row).tolist()
-    )
+    assert np.array_equal(again, PromptRenderer(tokenizer, ModelConfig(path="/"), TOOLS).prompt_ids(SUM))
+    assert "calculator" not in asked(tokenizer, SUM, tools=None)
 
 
 def test_a_result_cannot_end_its_turn():

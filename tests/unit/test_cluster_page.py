@@ -21,7 +21,6 @@ def blocks(language):
 def test_the_script_of_slurm_is_a_script():
     (script,) = (block for block in blocks("bash") if block.startswith("#!"))
     bash = shutil.which("bash")
-    assert bash is not None
     subprocess.run([bash, "-n"], input=script, text=True, check=True, timeout=10)
     assert all(line.startswith("timeout ") for line in script.splitlines() if "until " in line), "no wait for ever"
     assert "--mem=0" in script, "a machine's memory, not the default share of it"

@@ -3,7 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from asyncrl.driver.colocation import Turns
+from asyncrl.driver.colocation import Colocation
 from asyncrl.driver.step_record import StepClock
 from asyncrl.observability.events import EventLog
 from asyncrl.types import ReplicaTable
@@ -19,6 +19,6 @@ async def test_the_turn_of_the_first_step_is_asked_for_as_0_and_told_as_1(tmp_pa
     events = EventLog(tmp_path / "events.jsonl")
     parts = SimpleNamespace(replicas=replicas, engines=SimpleNamespace(sleep=sleep), events=events)
     clock = StepClock(0.0)
-    await Turns(parts, clock).take(0)
+    await Colocation(parts, clock).to_trainer(0)
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (asked, event["event"], event["step"]) == (["sleep"], "engines_slept", 1)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.rewards import RewardConfig
-from asyncrl.data.arithmetic import LEVELS, Problem, is_held_out, make_equations, make_problem, make_problems, words
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards import build_reward
+from tools.arithmetic import LEVELS, Problem, is_held_out, make_equations, make_problem, make_problems, words
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_arithmetic_dataset.py"
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
@@ -30,7 +30,6 @@ def test_the_careful_solution_is_right_step_by_step(seed: int, level: int) -> No
     assert len(equations) == level
     before = None
     for equation in equations:
-        assert equation is not None
         left, operator, right, result = equation.groups()
         assert before in (None, int(left))
         assert OPERATIONS[operator](int(left), int(right)) == int(result)
@@ -47,7 +46,6 @@ def test_bare_equations_are_right_and_in_range(seed: int) -> None:
     assert len(equations) == 100
     for text in equations:
         match = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)\.", text)
-        assert match is not None
         left, operator, right, result = int(match[1]), match[2], int(match[3]), int(match[4])
         assert OPERATIONS[operator](left, right) == result
         assert operator != "/" or left % right == 0

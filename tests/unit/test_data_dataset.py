@@ -33,10 +33,6 @@ def write_parquet(path: Path, *questions: str) -> Path:
     return path
 
 
-def questions_of(source: str) -> list[str]:
-    return [row.messages[0].content for row in load_rows(source)]
-
-
 def test_jsonl(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", "a", "b")
     rows = load_rows(str(path))
@@ -58,7 +54,7 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b.jsonl", "second")
     write_jsonl(tmp_path / "a.jsonl", "first")
     (tmp_path / "README.md").write_text("not data")
-    assert questions_of(str(tmp_path)) == ["first", "second"]
+    assert [row.messages[0].content for row in load_rows(str(tmp_path))] == ["first", "second"]
 
 
 def test_a_directory_with_both_formats_is_refused(tmp_path: Path) -> None:

@@ -17,17 +17,6 @@ RECORD = {
 }
 
 
-def test_a_record_of_dapo_math_is_read() -> None:
-    row = parse_json_line(json.dumps(RECORD), "train.jsonl:7")
-    assert row == PromptRow(
-        messages=(ChatMessage("user", "What is 6 * 7?"),),
-        ground_truth="42",
-        data_source="math_dapo",
-        extra=(("index", "a1"), ("level", "3"), ("tags", '["x"]')),
-        origin="train.jsonl:7",
-    )
-
-
 @pytest.mark.parametrize(("value", "expected"), [(42, "42"), (0.5, "0.5"), ("\\frac{1}{2}", "\\frac{1}{2}")])
 def test_numbers_are_accepted_as_ground_truth(value: object, expected: str) -> None:
     assert parse_record(RECORD | {"reward_model": {"ground_truth": value}}, "o").ground_truth == expected

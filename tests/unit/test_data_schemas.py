@@ -8,14 +8,8 @@ import pytest
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.rows import ChatMessage, parse_record
 from asyncrl.errors import DataError
+from tests.unit.test_data_rows import RECORD
 
-DAPO = {
-    "data_source": "math_dapo",
-    "prompt": [{"content": "What is 6 * 7?", "role": "user"}],
-    "ability": "MATH",
-    "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
-    "extra_info": {"index": "a1"},
-}
 GSM8K = {"question": "What is 6 * 7?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42", "pass_rate": 0.25}
 PLAIN = {"prompt": "What is 6 * 7?", "answer": 42, "pass_rate": 0.25}
 CHAT = {"prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "?"}], "answer": "42"}
@@ -25,7 +19,7 @@ CHAT = {"prompt": [{"role": "system", "content": "Be short."}, {"role": "user", 
 @pytest.mark.parametrize(
     ("record", "schema", "source", "extra"),
     [
-        (DAPO, "verl", "math_dapo", (("index", "a1"),)),
+        (RECORD, "verl", "math_dapo", (("index", "a1"), ("level", "3"), ("tags", '["x"]'))),
         (GSM8K, "gsm8k", "gsm8k", (("pass_rate", "0.25"),)),
         (PLAIN, "prompt_answer", "prompt_answer", (("pass_rate", "0.25"),)),
     ],

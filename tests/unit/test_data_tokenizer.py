@@ -112,7 +112,6 @@ def test_a_stop_text_of_one_token_ends_a_response_in_the_engine_and_others_are_l
     assert stop_token_ids(tokenizer, model, ["no such word"]) == (1,), "the token of unknown words ends nothing"
     special = tokenizer.convert_ids_to_tokens(1)
     found = stop_texts(tokenizer, ["STOP", special, "a b", "STOP"])
-    assert found is not None
     assert found.texts == ("STOP", "a b")
     assert stop_texts(tokenizer, [special]) is None
 

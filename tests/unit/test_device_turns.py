@@ -75,6 +75,17 @@ def test_a_killed_process_keeps_its_memory_until_it_has_exited():
         turns.loads(1)
 
 
+def test_a_process_that_dies_asleep_is_replaced_after_the_wake_and_not_before_its_exit():
+    turns = trained(generating())
+    turns.killed(0)
+    turns.wake()
+    assert not turns.may_load(0)
+    turns.exited(0)
+    assert turns.may_load(0)
+    turns.loads(0)
+    assert turns.awake == {0, 1}
+
+
 class Devices(RuleBasedStateMachine):
     """A model of the memory beside the rules: `memory` has what each process does with it. Whatever may happen to
     processes happens at any moment; the phases follow the order of a run, which failures cut short."""

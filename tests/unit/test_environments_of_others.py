@@ -20,22 +20,16 @@ from tests.make import QUICKSTART, ROOT
 OTHERS = ("gymnasium", "openenv", "verifiers")
 
 
-@pytest.mark.parametrize("name", OTHERS)
+USES_MCP = ["rollout.environment=tool_use", "rollout.tool_use.mcp={office: {command: [x]}}"]
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "mcp"])
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
-    recipe = load_recipe(QUICKSTART, [f"rollout.environment={name}", "reward.function=zero"])
-    with pytest.raises(
-        ConfigError, match=rf"the package {name} is not installed\ndo: +pip install 'asyncrl\[{name}\]'"
-    ):
-        check_environment(recipe)
-
-
-def test_a_missing_package_of_mcp_servers_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mcp", None)
-    server = "rollout.tool_use.mcp={office: {command: [x]}}"
-    recipe = load_recipe(QUICKSTART, ["rollout.environment=tool_use", server])
-    with pytest.raises(ConfigError, match=r"the package mcp is not installed\ndo: +pip install 'asyncrl\[mcp\]'"):
-        check_environment(recipe)
+    uses = USES_MCP if name == "mcp" else [f"rollout.environment={name}", "reward.function=zero"]
+    missing = rf"the package {name} is not installed\ndo: +pip install 'asyncrl\[{name}\]'"
+    with pytest.raises(ConfigError, match=missing):
+        check_environment(load_recipe(QUICKSTART, uses))
 
 
 @pytest.mark.parametrize("version", ["1.30.0", "3.0.0"])
@@ -48,9 +42,8 @@ def test_a_package_in_a_version_that_does_not_fit_is_refused(monkeypatch, tmp_pa
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mcp", raising=False)
     assert importlib.metadata.version("mcp") == version
-    recipe = load_recipe(QUICKSTART, ["rollout.environment=tool_use", "rollout.tool_use.mcp={office: {command: [x]}}"])
     with pytest.raises(ConfigError) as refused:
-        check_environment(recipe)
+        check_environment(load_recipe(QUICKSTART, USES_MCP))
     assert f"found: mcp {version}, needed {PACKAGES['mcp'][2]}\n" in str(refused.value)
     assert "pip install 'asyncrl[mcp]'" in str(refused.value)
 

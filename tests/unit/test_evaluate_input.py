@@ -57,6 +57,15 @@ def test_bad_input_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "do: " in message
 
 
+def loaded(directory: Path, section: str, *words: str):
+    """The recipe of an evaluation over a run's recipe with this section."""
+    plain = "model: {path: model}\ndata: {train: rows.jsonl, max_prompt_tokens: 64}\neval: {every_steps: 0}\n"
+    recipe = directory / "recipe.yaml"
+    recipe.write_text(f"{plain}{section}\n")
+    arguments = _parser().parse_args(["model", "rows.jsonl", "--recipe", str(recipe), *words])
+    return load_evaluation(arguments, None, directory)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -69,13 +78,7 @@ def test_models_that_only_training_needs_may_be_gone(
     place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, algorithm: str
 ) -> None:
     monkeypatch.chdir(place)
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"model: {{path: model}}\ndata: {{train: rows.jsonl, max_prompt_tokens: 64}}\n"
-        f"eval: {{every_steps: 0}}\nalgorithm: {algorithm}\n"
-    )
-    arguments = _parser().parse_args(["model", "rows.jsonl", "--recipe", str(recipe)])
-    found = load_evaluation(arguments, None, tmp_path).algorithm
+    found = loaded(tmp_path, f"algorithm: {algorithm}").algorithm
     assert (found.kl.path, found.critic.path) == (None, None)
 
 
@@ -83,14 +86,9 @@ def test_the_bounds_of_a_runs_fleet_do_not_hold_for_an_evaluation(
     place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(place)
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "model: {path: model}\ndata: {train: rows.jsonl, max_prompt_tokens: 64}\neval: {every_steps: 0}\n"
-        "rollout: {num_replicas: 3, min_replicas: 2, max_replicas: 4}\n"
-    )
+    fleet = "rollout: {num_replicas: 3, min_replicas: 2, max_replicas: 4}"
     for replicas in (1, 6):
-        words = ["model", "rows.jsonl", "--recipe", str(recipe), "--replicas", str(replicas)]
-        found = load_evaluation(_parser().parse_args(words), None, tmp_path).rollout
+        found = loaded(tmp_path, fleet, "--replicas", str(replicas)).rollout
         assert (found.num_replicas, found.most_replicas) == (replicas, replicas)
 
 

@@ -268,7 +268,7 @@ async def test_it_acts_on_the_queue_tells_of_it_and_stops_the_run(tmp_path):
     loop, queue, told = loop_of(tmp_path, "staleness.guard=act", *rules, *corrected)
     seen = []
     for step in range(1, 7):
-        assert not loop.has_stopped
+        assert loop.stopped is None
         seen.append((loop.limit, loop.correction_bounds))
         metrics, counts = await loop.after_step(step, far(loop.limit))
         assert metrics[Metric.GUARD_SEVERITY] == pytest.approx(3.5)
@@ -281,13 +281,12 @@ async def test_it_acts_on_the_queue_tells_of_it_and_stops_the_run(tmp_path):
         *(("tightened", 4, 1), ("tightened", 2, 2), ("tightened", 1, 3)),
         *(("raised", 1, 4), ("stopped", 1, 6)),
     ]
-    assert loop.has_stopped
-    with pytest.raises(RunFailed, match=r"after step 6: KL 0.35 nats"):
-        loop.raise_if_stopped()
+    assert isinstance(loop.stopped, RunFailed)
+    assert "after step 6: KL 0.35 nats" in str(loop.stopped)
     # A run that goes on from this checkpoint begins with the lowest limit and with all its steps.
     again, fresh, told = loop_of(tmp_path, "staleness.guard=act", *rules, *corrected)
     await again.resume(loop.state, 6)
-    assert (fresh.limits, again.limit, again.correction_bounds, again.has_stopped) == ([1], 1, 0.25, False)
+    assert (fresh.limits, again.limit, again.correction_bounds, again.stopped) == ([1], 1, 0.25, None)
     assert told()[-1]["action"] == "resumed"
 
 
@@ -297,12 +296,11 @@ async def test_watching_only_records(tmp_path):
     for step in range(1, 12):
         metrics, counts = await loop.after_step(step, far(8))
         levels.append((metrics[Metric.GUARD_LIMIT], metrics[Metric.GUARD_STATE]))
-        assert (counts, loop.limit, loop.correction_bounds, loop.has_stopped) == (None, 8, 1.0, False)
+        assert (counts, loop.limit, loop.correction_bounds, loop.stopped) == (None, 8, 1.0, None)
     assert queue.limits == []
     assert [e["action"] for e in told()] == ["tightened"] * 3 + ["stopped"] * 2
     assert not any(e["acted"] for e in told())
     assert levels[:6] == [(8, 0), (4, 1), (4, 1), (2, 1), (2, 1), (1, 1)]
-    loop.raise_if_stopped()
 
 
 async def test_switched_off_it_does_nothing_whatever_a_checkpoint_says(tmp_path):

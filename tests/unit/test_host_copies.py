@@ -1,7 +1,7 @@
 """Copies of a state in host memory: a copy in use is not written to, and the memory of others is used again."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.trainer.host_copies import HostCopies
@@ -19,7 +19,6 @@ def memory(copies):
 
 
 @given(ACTS)
-@settings(max_examples=100, deadline=None)
 def test_a_copy_in_use_keeps_its_values(acts):
     host, in_use = HostCopies(), []
     for value, (act, shapes) in enumerate(acts):

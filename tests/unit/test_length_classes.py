@@ -33,7 +33,6 @@ def test_each_sequence_is_in_one_class_and_the_work_is_bounded(lengths, max_rati
 
 
 @given(LENGTHS, RATIOS, SPARED)
-@settings(max_examples=100, deadline=None)
 def test_fewer_classes_break_the_limit_and_as_many_do_no_less_work(lengths, max_ratio, spared):
     found = length_classes(lengths, max_ratio=max_ratio, spared=spared)
     distinct = sorted(set(lengths), reverse=True)

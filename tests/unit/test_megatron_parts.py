@@ -203,7 +203,7 @@ def test_checkpoints_of_one_backend_are_refused_by_the_other(tmp_path):
 def write_checkpoint(directory, spoil=lambda text: text):
     """A matrix [4, 3], split by rows over two ranks, of which the first is written by two data-parallel ones."""
     whole = torch.arange(12.0).view(4, 3)
-    halves = {rank: describe_rows(rank) for rank in range(2)}
+    halves = [LocalTensor((Block("w", 0, 2 * rank, 0, 2),), True, 0) for rank in range(2)]
     for file, (rank, start, stop) in enumerate([(0, 0, 4), (0, 4, 6), (1, 0, 6)]):
         flat = whole[2 * rank : 2 * rank + 2].flatten()[start:stop]
         text = header(file, 3, {"model": 7}, {"model.w": ((2, 3), start, stop, halves[rank])})
@@ -211,10 +211,6 @@ def write_checkpoint(directory, spoil=lambda text: text):
             {"model.w.master": flat}, directory / f"rank{file:05d}.safetensors", metadata={"asyncrl": spoil(text)}
         )
     return whole
-
-
-def describe_rows(rank):
-    return LocalTensor((Block("w", 0, 2 * rank, 0, 2),), True, 0)
 
 
 def test_a_checkpoint_is_read_whole_and_by_any_other_split(tmp_path):

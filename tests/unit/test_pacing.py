@@ -17,8 +17,7 @@ from asyncrl.plan.simulation import SimulatedStep, Simulation
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.queue.pacing import HISTORY_STEPS, JustInTime, Pacing, least_lead
 from asyncrl.types import LeaseManifest
-from tests.make import group
-from tests.unit.test_message_queue import spec  # noqa: F401 - a fixture
+from tests.make import begun, group, put, queue_spec
 
 RUNS = 60
 TICKS = 1000
@@ -194,20 +193,14 @@ def test_steady_times_settle_at_the_least_lag_without_a_wait(share):
     assert max(pacing.found[len(pacing.found) // 2 :]) <= 2 * 16, "it does not swing"
 
 
-async def test_the_queue_admits_when_it_is_time_and_a_waiting_step_at_once(spec):  # noqa: F811
+async def test_the_queue_admits_when_it_is_time_and_a_waiting_step_at_once(tmp_path):
     now = 100.0
-    queue = MessageQueue(replace(spec, groups_per_step=2, max_lag=4, pacing="just_in_time"), clock=lambda: now)
-
-    async def put(tickets):
-        for ticket in tickets:
-            await queue.put(ticket, group(ticket.ordinal, versions=(ticket.version,)))
-
+    queue = MessageQueue(queue_spec(tmp_path, max_lag=4, pacing="just_in_time"), clock=lambda: now)
     for step in range(16):
-        lease = asyncio.create_task(queue.lease(step, 50))
-        await asyncio.sleep(0)
+        lease = await begun(queue.lease(step, 50))
         tickets = (await queue.admit(100, 0)).tickets
         now += 1.0  # of generation
-        await put(tickets)
+        await put(queue, *tickets)
         assert isinstance(await lease, LeaseManifest)
         now += 10.0  # of training
         await queue.commit(step)
@@ -219,11 +212,10 @@ async def test_the_queue_admits_when_it_is_time_and_a_waiting_step_at_once(spec)
         now += 10.0
         await queue.commit(step)
         await queue.published(step + 1)
-    lease = asyncio.create_task(queue.lease(step + 1, 50))
-    await asyncio.sleep(0)
+    lease = await begun(queue.lease(step + 1, 50))
     first = (await queue.admit(100, 0)).tickets
     assert len(first) == 2, "a step that waits gets its groups"
-    await put(first)
+    await put(queue, *first)
     assert isinstance(await lease, LeaseManifest)
     waiting = asyncio.create_task(queue.admit(100, 1.0))
     await asyncio.sleep(0.02)
@@ -274,9 +266,9 @@ def test_what_groups_took_beside_the_first_ones_is_forgotten_too():
     assert pacing._lead_s == pytest.approx(0.4, abs=0.05)
 
 
-async def test_the_choice_of_groups_is_no_wait_for_them(spec):  # noqa: F811
+async def test_the_choice_of_groups_is_no_wait_for_them(tmp_path):
     now = 0.0
-    queue = MessageQueue(replace(spec, groups_per_step=2, max_lag=4, pacing="just_in_time"), clock=lambda: now)
+    queue = MessageQueue(queue_spec(tmp_path, max_lag=4, pacing="just_in_time"), clock=lambda: now)
     choose = queue._ledger.lease
 
     def slowly(step, oldest):
@@ -286,12 +278,10 @@ async def test_the_choice_of_groups_is_no_wait_for_them(spec):  # noqa: F811
 
     queue._ledger.lease = slowly
     for step in range(8):
-        for ticket in (await queue.admit(100, 0)).tickets:
-            await queue.put(ticket, group(ticket.ordinal, versions=(ticket.version,)))
-        lease = asyncio.create_task(queue.lease(step, 50))
-        await asyncio.sleep(0)
-        for ticket in () if lease.done() else (await queue.admit(100, 0)).tickets:
-            await queue.put(ticket, group(ticket.ordinal, versions=(ticket.version,)))
+        await put(queue, *(await queue.admit(100, 0)).tickets)
+        lease = await begun(queue.lease(step, 50))
+        if not lease.done():
+            await put(queue, *(await queue.admit(100, 0)).tickets)
         assert isinstance(await asyncio.wait_for(lease, 30), LeaseManifest)
         now += 10.0
         await queue.commit(step)
@@ -312,23 +302,23 @@ class Later(Pacing):
         return self.at if now < self.at else None
 
 
-async def test_an_admission_that_waits_wakes_up_by_itself(spec):  # noqa: F811
-    queue, started = MessageQueue(spec), time.monotonic()
+async def test_an_admission_that_waits_wakes_up_by_itself(tmp_path):
+    queue, started = MessageQueue(queue_spec(tmp_path)), time.monotonic()
     queue._pacing = Later(started + 0.2)
     assert (await queue.admit(1, 30)).tickets
     assert time.monotonic() - started < 15, "nobody notified it; it would have waited for 30 seconds"
 
 
-async def test_a_group_that_will_not_become_ready_is_forgotten(spec):  # noqa: F811
-    queue = MessageQueue(replace(spec, pacing="just_in_time"))
+async def test_a_group_that_will_not_become_ready_is_forgotten(tmp_path):
+    queue = MessageQueue(queue_spec(tmp_path, pacing="just_in_time"))
     tickets = (await queue.admit(2, 0)).tickets
     assert queue._pacing._groups.keys() == {ticket.ordinal for ticket in tickets}
     await queue.nack(tickets[0], "boom")
     assert queue._pacing._groups.keys() == {tickets[1].ordinal}
 
 
-async def test_a_filtered_group_is_forgotten(spec):  # noqa: F811
-    queue = MessageQueue(replace(spec, pacing="just_in_time", dynamic_sampling=True))
+async def test_a_filtered_group_is_forgotten(tmp_path):
+    queue = MessageQueue(queue_spec(tmp_path, pacing="just_in_time", dynamic_sampling=True))
     (ticket,) = (await queue.admit(1, 0)).tickets
     same = group(ticket.ordinal, versions=(ticket.version,))
     await queue.put(ticket, replace(same, trajectories=tuple(replace(t, reward=1.0) for t in same.trajectories)))

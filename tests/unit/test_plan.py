@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.plan import Forecast, Scenario, predict, read_costs, write_costs
 from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishCosts, TrainingCosts
 from asyncrl.plan.shared_replica import SharedReplica, SimulatedGroup, SimulatedRequest
-from asyncrl.plan.simulation import DrawnWorkload, Simulation
+from asyncrl.plan.simulation import Simulation, Workload
 from benchmarks.verl_table import ROWS, costs, prediction
 from tests.make import QUICKSTART
 
@@ -22,9 +22,7 @@ ONE_STEP_OFF = {"max_lag": 1, "empties_queue": True, "interrupt": "drain"}
 TOKENS, STEP_S = 100.0, 0.01
 
 
-def model(
-    *, training_s=1.0, publish_s=0.25, running_s=0.0, loop_s=0.05, reward_s=0.1, cores=None, tokens=(TOKENS,) * 2
-):
+def model(*, training_s=1.0, publish_s=0.25, running_s=0.0, loop_s=0.05, cores=None, tokens=(TOKENS,) * 2):
     """Every response is TOKENS long, and every decode step takes STEP_S."""
     generation = GenerationCosts(
         decode_step_s=((1, STEP_S),), prompt_tokens=20, lengths=LengthCosts(quantiles=tokens), latency_s=0.02
@@ -230,7 +228,6 @@ def test_a_replica_is_what_ticks_make_it(given_arrivals, given_swaps, slots, slo
             else:
                 replica.send(requests[i], now)
             continue
-        assert at is not None
         for request in replica.ended(at):
             ends[request.group.ordinal] = at
     tick = 0.0005
@@ -325,7 +322,7 @@ def test_a_run_trains_what_it_generates():
     """Nothing is lost between the draw of the lengths and the tokens of the steps."""
     scenario = Scenario(**{"groups_per_step": 4, "group_size": 2} | SYNC)
     costs = model(tokens=(10.0, 500.0))
-    drawn = DrawnWorkload(scenario, costs)
+    drawn = Workload(scenario, costs)
     for number, step in enumerate(Simulation(scenario, costs).run(3)):
         due = sum(sum(drawn.lengths(ordinal, 2)) for ordinal in range(4 * number, 4 * number + 4))
         assert step.tokens == pytest.approx(due)

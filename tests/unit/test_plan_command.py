@@ -10,8 +10,7 @@ from statistics import fmean
 import pytest
 from rich.console import Console
 
-from asyncrl.commands.plan import combinations, main
-from asyncrl.commands.probe import probe
+from asyncrl.commands.plan import combinations, main, probe
 from asyncrl.config.load import load_recipe
 from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.plan import Scenario, read_costs, write_costs

@@ -15,6 +15,11 @@ def budgets(**changes):
     return EndBudgets(**limits, events_path=Path("run/events.jsonl"))
 
 
+def add(limits, end, count):
+    for _ in range(count):
+        limits.add(end)
+
+
 @pytest.mark.parametrize("size", [1, 7])
 def test_a_window_looks_at_the_last_ends_only(size):
     window, last, draw = EndWindow(size), deque(maxlen=size), random.Random(size)
@@ -31,14 +36,12 @@ def test_a_window_looks_at_the_last_ends_only(size):
 
 def test_failed_groups_count_from_32_ends_on_and_within_their_window():
     limits = budgets()
-    for _ in range(31):
-        limits.add("failed")
+    add(limits, "failed", 31)
     limits.check()
     limits.add("failed")
     with pytest.raises(RunFailed, match=r"32 of the last 32 ended groups failed(.|\n)*run/events\.jsonl"):
         limits.check()
-    for _ in range(48):
-        limits.add("trained")
+    add(limits, "trained", 48)
     assert limits.shares.failed == 16 / 64
     limits.check()
     limits.add("expired")
@@ -48,22 +51,19 @@ def test_failed_groups_count_from_32_ends_on_and_within_their_window():
 
 def test_filtered_groups_count_when_their_window_is_full():
     limits = budgets()
-    for _ in range(19):
-        limits.add("filtered")
+    add(limits, "filtered", 19)
     limits.check()
     limits.add("filtered")
     with pytest.raises(
         RunFailed, match=r"20 of the last 20 ended groups had equal rewards(.|\n)*dynamic_sampling=false"
     ):
         limits.check()
-    limits.add("trained")
-    limits.add("trained")
+    add(limits, "trained", 2)
     assert limits.shares.filtered == 0.9
     limits.check()
 
 
 def test_a_fraction_of_one_stops_nothing():
     limits = budgets(max_filtered=1.0)
-    for _ in range(100):
-        limits.add("filtered")
+    add(limits, "filtered", 100)
     limits.check()

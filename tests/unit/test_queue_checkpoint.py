@@ -20,7 +20,7 @@ from asyncrl.types import (
     Segment,
     Ticket,
 )
-from tests.make import group, queue_spec, train, trajectory
+from tests.make import group, put, queue_spec, train, trajectory
 
 
 @pytest.fixture
@@ -91,17 +91,9 @@ def test_arrays_that_do_not_belong_to_their_description_are_refused(tmp_path):
         load_partials(tmp_path)
 
 
-async def saved(queue, directory, partials):
-    await queue.capture(partials)
-    await queue.save(directory)
-    return directory
-
-
 async def put_rest(queue):
     """All that is running but ticket 0."""
-    for t in (await queue.admit(100, 0)).tickets:
-        if t.ordinal:
-            await queue.put(t, group(t.ordinal, t.attempt, versions=(t.version,)))
+    await put(queue, *(t for t in (await queue.admit(100, 0)).tickets if t.ordinal))
 
 
 async def step(queue, number):
@@ -112,8 +104,10 @@ async def step(queue, number):
 
 async def reloaded(queue, spec, directory, partials=()):
     """A queue from the checkpoint that this one saves, and its counts."""
+    await queue.capture([*partials])
+    await queue.save(directory)
     restored = MessageQueue(spec)
-    return restored, await restored.load(await saved(queue, directory, [*partials]))
+    return restored, await restored.load(directory)
 
 
 async def test_a_running_group_gets_its_tokens_back_once_under_its_new_ticket(spec, queue, tmp_path):
@@ -195,9 +189,7 @@ async def test_the_windows_are_kept(spec, queue, tmp_path):
     restored, _ = await reloaded(queue, spec, tmp_path / "a")
     shares = []
     for each in (queue, restored):
-        tickets = (await each.admit(100, 0)).tickets
-        for t in tickets:
-            await each.put(t, group(t.ordinal, t.attempt, versions=(t.version,)))
+        await put(each, *(await each.admit(100, 0)).tickets)
         await each.lease(0, 0)
         shares.append((await each.commit(0)).shares)
     assert shares == [EndShares(filtered=0.0, failed=1 / 3)] * 2

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl.errors import LedgerError
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.types import LeaseWait, Segment
-from tests.make import group, queue_spec, train
+from tests.make import group, put, queue_spec, train
 
 
 @pytest.fixture
@@ -20,15 +19,6 @@ def spec(tmp_path):
 def lags(trained, step):
     """The lag of every token in the loss."""
     return [step - s.version for t in trained for s in t.segments for m in t.loss_mask[s.start : s.stop] if m]
-
-
-def test_only_older_tokens_are_masked():
-    whole = group(versions=(3, 4, 5, 5))
-    masked = mask_older(whole, 5)
-    assert [t.loss_mask.tolist() for t in masked.trajectories] == [[False, False, True, True]] * 2
-    assert all(t.loss_mask.all() for t in whole.trajectories), "the group itself stays as it was put"
-    assert mask_older(whole, 3) is whole
-    assert [oldest_trained(whole, v) for v in (0, 3, 4, 5, 6)] == [3, 3, 4, 5, None]
 
 
 def test_a_group_that_never_had_a_token_to_train_is_not_over_the_limit():
@@ -49,18 +39,11 @@ def test_the_environments_tokens_have_no_lag():
     assert [length.trained for length in summary.lengths] == [2, 2]
 
 
-def test_a_summary_refuses_a_token_over_the_limit():
-    whole = group(versions=(3, 5))
-    with pytest.raises(LedgerError, match="lag 2 > 1"):
-        summarize(StoredGroup(whole, 5), whole, step=5, max_lag=1)
-
-
 async def straggle(queue, versions):
     """Group 0 is put after two steps were trained without it; it has tokens of `versions`."""
     (late,) = (await queue.admit(1, 0)).tickets
     for step in range(2):
-        for ticket in (await queue.admit(10, 0)).tickets:
-            await queue.put(ticket, group(ticket.ordinal, versions=(ticket.version,)))
+        await put(queue, *(await queue.admit(10, 0)).tickets)
         assert (await train(queue, step)).groups[0].masked_tokens == 0
     await queue.put(late, group(late.ordinal, versions=versions))
     return await queue.lease(2, 0)

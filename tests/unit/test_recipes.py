@@ -376,12 +376,12 @@ def hub_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def dry_run(capsys, monkeypatch):
-    """dry_run(name, *overrides) -> the exit code, and all that was said in one line."""
+    """dry_run(name, *overrides, code=0) -> all that was said, in one line, and ended with this exit code."""
     monkeypatch.chdir(ROOT)
 
-    def call(name, *overrides):
-        code = cli.main([f"recipes/{name}.yaml", *overrides, "--dry-run"])
-        return code, " ".join("".join(capsys.readouterr()).split())
+    def call(name, *overrides, code=0):
+        assert cli.main([f"recipes/{name}.yaml", *overrides, "--dry-run"]) == code
+        return " ".join("".join(capsys.readouterr()).split())
 
     return call
 
@@ -426,8 +426,7 @@ def test_a_dry_run_prints_memory_and_buckets(name, overrides, parameters, lines,
     ],
 )
 def test_a_dry_run_says_what_copies_a_publish_takes(overrides, sent, staged, hub_cache, dry_run):
-    code, plan = dry_run("dapo_qwen", *overrides)
-    assert code == 0
+    plan = dry_run("dapo_qwen", *overrides)
     assert ("sent from a copy in host memory" in plan, "staged in host memory" in plan) == (sent, staged)
 
 
@@ -463,35 +462,31 @@ def test_a_dry_run_says_what_copies_a_publish_takes(overrides, sent, staged, hub
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_layout_that_does(overrides, asked, found, do, hub_cache, dry_run):
-    code, error = dry_run("dapo_qwen", *overrides)
-    assert code == 2
+    error = dry_run("dapo_qwen", *overrides, code=2)
     for part in (asked, found, *do):
         assert part in error
 
 
 def test_layouts_that_experts_forbid_are_passed_over(hub_cache, dry_run):
     experts = "trainer.backend=megatron", "trainer.num_ranks=8", "trainer.megatron.expert_parallel=8"
-    code, error = dry_run("grpo_qwen3_30b_a3b", *experts, "ray.gpu_memory_gib=20")
-    assert code == 2
+    error = dry_run("grpo_qwen3_30b_a3b", *experts, "ray.gpu_memory_gib=20", code=2)
     assert "GiB before activations, and has" in error
     assert "set trainer.num_ranks=" in error
 
 
 def test_ranks_that_share_rows_are_announced_and_placed_together(hub_cache, dry_run):
     shares = "trainer.fsdp.context_parallel=4"
-    code, plan = dry_run("dapo_qwen", shares)
-    assert code == 0
+    plan = dry_run("dapo_qwen", shares)
     assert "4 ranks share the tokens of a micro-batch, 2 micro-batches at once" in plan
     for shards, together in (("2", 4), ("8", 8)):
         recipe = load_recipe(ROOT / "recipes" / "dapo_qwen.yaml", [shares, f"trainer.fsdp.shard_ranks={shards}"])
         assert Demand.of(recipe).ranks_together == together
-    code, error = dry_run("dapo_qwen", "trainer.num_ranks=64", "trainer.fsdp.context_parallel=16")
-    assert code == 2
+    error = dry_run("dapo_qwen", "trainer.num_ranks=64", "trainer.fsdp.context_parallel=16", code=2)
     assert "40 attention heads and 8 key-value heads" in error
 
 
 def test_the_share_of_an_engine_that_decides_itself_is_its_usual_one(hub_cache, dry_run):
-    assert dry_run("dapo_qwen", "rollout.engine=sglang", "rollout.sglang.tensor_parallel_size=4")[0] == 0
+    dry_run("dapo_qwen", "rollout.engine=sglang", "rollout.sglang.tensor_parallel_size=4")
 
 
 def test_only_gpus_that_may_be_seen_count(tmp_path, monkeypatch):
@@ -510,22 +505,19 @@ def test_only_gpus_that_may_be_seen_count(tmp_path, monkeypatch):
 
 
 def test_more_ranks_are_advised_without_more_copies(hub_cache, dry_run):
-    code, error = dry_run("dapo_qwen", "trainer.num_ranks=16", "trainer.fsdp.shard_ranks=4")
-    assert code == 2
+    error = dry_run("dapo_qwen", "trainer.num_ranks=16", "trainer.fsdp.shard_ranks=4", code=2)
     assert "trainer.num_ranks=32 trainer.fsdp.shard_ranks=null (" in error
 
 
 def test_a_layout_that_does_not_divide_a_cached_model_is_refused(hub_cache, dry_run):
-    code, error = dry_run("dapo_qwen_megatron", "trainer.megatron.tensor_parallel=16")
-    assert code == 2
+    error = dry_run("dapo_qwen_megatron", "trainer.megatron.tensor_parallel=16", code=2)
     assert "40, the attention heads" in error
 
 
 @pytest.mark.parametrize("name", ["dapo_qwen", "dapo_qwen_megatron", "grpo_qwen3_30b_a3b", "retool_qwen", "gsm8k_qwen"])
 def test_recipes_of_real_size_pass_a_dry_run(name, dry_run):
     """Without a GPU, the packages of one, or the hub."""
-    code, plan = dry_run(name)
-    assert code == 0
+    plan = dry_run(name)
     assert "the recipe is valid" in plan
 
 

@@ -96,14 +96,12 @@ CHUNK = {
 
 def test_what_a_line_of_an_answer_says():
     output = READER.take(f"data: {json.dumps(CHUNK)}")
-    assert output is not None
     assert (output.ids.tolist(), output.logprobs.tolist(), output.reason) == ([7, 8], [-0.5, -0.25], "abort")
     assert output.spans == (("3", 0), ("4", 1))
     for nothing in ("", ": ping", "data: [DONE]", 'data: {"choices": []}'):
         assert READER.take(nothing) is None
     bare = {"choices": [{"index": 0, "finish_reason": "abort", "token_ids": None, "logprobs": None}]}
     last = READER.take(f"data: {json.dumps(bare)}")
-    assert last is not None
     assert (len(last.ids), last.reason, last.spans) == (0, "abort", None)
 
 

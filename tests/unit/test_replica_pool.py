@@ -168,6 +168,13 @@ async def settled():
         await asyncio.sleep(0)
 
 
+async def watched(pool):
+    watching = asyncio.create_task(pool.watch())
+    await settled()
+    assert not watching.done(), "the run goes on"
+    return watching
+
+
 async def until(condition):
     async with asyncio.timeout(60):
         while not condition():
@@ -296,10 +303,7 @@ async def test_one_that_never_comes_up_stays_away_and_leaves_the_budget_to_the_o
     tries = [c for c in rig.made if c.replica_id == 2]
     assert len(tries) == 1 + AWAY_AFTER
     assert all(c.killed for c in tries)
-    watching = asyncio.create_task(rig.pool.watch())
-    await settled()
-    assert not watching.done(), "the run goes on"
-    watching.cancel()
+    (await watched(rig.pool)).cancel()
 
 
 async def test_one_that_no_node_has_room_for_leaves_as_long_as_another_serves():
@@ -320,9 +324,7 @@ async def test_one_that_no_node_has_room_for_leaves_as_long_as_another_serves():
     assert [fields["why"] for kind, fields in rig.events if kind == "replica_left"] == ["no_place", "no_place"]
     assert len(rig.made) == 5, "each has waited for a place once"
     assert all(control.killed for control in rig.made[1:])
-    watching = asyncio.create_task(rig.pool.watch())
-    await settled()
-    assert not watching.done(), "the run goes on"
+    watching = await watched(rig.pool)
     rig.pool.join(2)
     rig.made[-1].place_error = None
     await settled()

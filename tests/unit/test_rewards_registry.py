@@ -1,9 +1,9 @@
 import asyncio
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 
 from asyncrl.config.rewards import CodeRewardConfig, RemoteRewardConfig, RewardConfig
@@ -13,61 +13,64 @@ from tests.make import row
 
 ROW = row("four  legs")
 
-CUSTOM = """
-import asyncio
-from asyncrl.rewards import RewardResult
+CUSTOM = __name__
+"""The module of a user's functions: this one."""
+
 
 def length_reward(response, row):
     return RewardResult(float(len(response)), (("length", float(len(response))), ("correct", 0.5)))
 
+
 def bare_number(response, row):
     return len(response)
+
 
 async def waits(response, row):
     await asyncio.sleep(0)
     return RewardResult(float(id(asyncio.get_running_loop()) % 1000))
 
+
 async def waits_bare(response, row):
     return True
+
 
 def text(response, row):
     return "1.0"
 
+
 def not_finite(response, row):
     return float("nan")
 
+
 def numpy_part(response, row):
-    import numpy
     return RewardResult(numpy.float32(0.5), (("correct", numpy.float32(0.5) > 0.25),))
+
 
 def nan_part(response, row):
     return RewardResult(1.0, (("style", float("nan")),))
 
+
 def dict_parts(response, row):
     return RewardResult(1.0, {"style": 1.0})
+
 
 def bare_parts(response, row):
     return RewardResult(1.0, (1.0, 2.0))
 
+
 def text_part(response, row):
     return RewardResult(1.0, (("style", "good"),))
+
 
 def text_reward(response, row):
     return RewardResult("1.0")
 
+
 def wrong_arguments(response):
     return RewardResult(0.0)
 
+
 not_a_function = 3
-"""
-
-
-@pytest.fixture
-def custom_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "reward_of_a_user.py").write_text(CUSTOM)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "reward_of_a_user"
-    sys.modules.pop("reward_of_a_user", None)
 
 
 def build(name: str):
@@ -94,27 +97,27 @@ def test_an_unknown_name_suggests_the_closest() -> None:
         build_reward(RewardConfig(parts={"math": 1.0, "exakt": 1.0}))
 
 
-def test_a_function_of_the_user_is_used(custom_module: str) -> None:
-    reward = build(f"{custom_module}:length_reward")
+def test_a_function_of_the_user_is_used() -> None:
+    reward = build(f"{CUSTOM}:length_reward")
     assert reward("abc", ROW).reward == 3.0
-    assert build(f"{custom_module}:bare_number")("abcd", ROW) == RewardResult(4.0)
+    assert build(f"{CUSTOM}:bare_number")("abcd", ROW) == RewardResult(4.0)
 
 
-def test_scalars_of_numpy_are_numbers(custom_module: str) -> None:
-    assert build(f"{custom_module}:numpy_part")("x", ROW) == RewardResult(0.5, (("correct", 1.0),))
+def test_scalars_of_numpy_are_numbers() -> None:
+    assert build(f"{CUSTOM}:numpy_part")("x", ROW) == RewardResult(0.5, (("correct", 1.0),))
 
 
-def test_an_async_function_keeps_its_event_loop(custom_module: str) -> None:
-    reward = build(f"{custom_module}:waits")
+def test_an_async_function_keeps_its_event_loop() -> None:
+    reward = build(f"{CUSTOM}:waits")
     assert reward("", ROW) == reward("", ROW)
-    assert build(f"{custom_module}:waits_bare")("", ROW) == RewardResult(1.0)
+    assert build(f"{CUSTOM}:waits_bare")("", ROW) == RewardResult(1.0)
     asyncio.set_event_loop(None)
 
 
 @pytest.mark.parametrize("target", ["missing_function", "not_a_function", "wrong_arguments"])
-def test_what_is_no_reward_function_is_refused(custom_module: str, target: str) -> None:
-    with pytest.raises(ConfigError, match=f"reward.function={custom_module}:{target}"):
-        build(f"{custom_module}:{target}")
+def test_what_is_no_reward_function_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward.function={CUSTOM}:{target}"):
+        build(f"{CUSTOM}:{target}")
 
 
 def test_a_missing_module_is_refused() -> None:
@@ -129,11 +132,11 @@ def test_a_module_that_cannot_be_imported_is_refused(tmp_path: Path, monkeypatch
         build("reward_with_a_slip:reward")
 
 
-def test_a_result_of_another_kind_names_reward_and_row(custom_module: str) -> None:
-    with pytest.raises(TypeError, match=rf"(?s){custom_module}:text of f:1.*str instead of RewardResult"):
-        build(f"{custom_module}:text")("x", ROW)
-    with pytest.raises(ValueError, match=rf"(?s){custom_module}:not_finite of f:1.*nan"):
-        build(f"{custom_module}:not_finite")("x", ROW)
+def test_a_result_of_another_kind_names_reward_and_row() -> None:
+    with pytest.raises(TypeError, match=rf"(?s){CUSTOM}:text of f:1.*str instead of RewardResult"):
+        build(f"{CUSTOM}:text")("x", ROW)
+    with pytest.raises(ValueError, match=rf"(?s){CUSTOM}:not_finite of f:1.*nan"):
+        build(f"{CUSTOM}:not_finite")("x", ROW)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +149,9 @@ def test_a_result_of_another_kind_names_reward_and_row(custom_module: str) -> No
         ("text_reward", ValueError, "'1.0'"),
     ],
 )
-def test_parts_that_are_no_numbers_are_refused(custom_module: str, target: str, error: type, found: str) -> None:
-    with pytest.raises(error, match=rf"(?s){custom_module}:{target} of f:1\nfound: {found}"):
-        build(f"{custom_module}:{target}")("x", ROW)
+def test_parts_that_are_no_numbers_are_refused(target: str, error: type, found: str) -> None:
+    with pytest.raises(error, match=rf"(?s){CUSTOM}:{target} of f:1\nfound: {found}"):
+        build(f"{CUSTOM}:{target}")("x", ROW)
 
 
 def test_rows_that_a_reward_cannot_judge_are_found_before_the_run() -> None:
@@ -167,8 +170,8 @@ def test_rows_that_a_reward_cannot_judge_are_found_before_the_run() -> None:
             check_rows(RewardConfig(function="code"), [replace(ROW, ground_truth=broken)])
 
 
-def test_several_rewards_are_one_weighted_sum(custom_module: str) -> None:
-    custom = f"{custom_module}:length_reward"
+def test_several_rewards_are_one_weighted_sum() -> None:
+    custom = f"{CUSTOM}:length_reward"
     reward = build_reward(RewardConfig(parts={custom: 0.25, "exact": 2.0, "math": -1.0}))
     result = reward("four legs", ROW)
     assert result.reward == pytest.approx(0.25 * 9 + 2.0 * 1)

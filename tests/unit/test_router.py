@@ -226,27 +226,6 @@ def test_a_pick_stays_cheap_with_many_replicas(kind):
     assert (time.process_time() - started) / 2000 < 1e-3
 
 
-def test_the_newest_version_is_preferred_until_it_has_more_than_its_share():
-    made = router(0, 1)
-    made.put(0, 7)
-    order = [made.pick() for _ in range(6)]
-    assert order == [0, 0, 1, 0, 0, 1], "0 while it has at most one more than twice what 1 has"
-    made.put(1, 7)
-    assert [made.pick() for _ in range(2)] == [1, 1], "one version again: the least loaded"
-
-
-def test_held_replicas_get_nothing_unless_all_are_held():
-    made = router(0, 1, 2)
-    made.put(0, held=True)
-    made.put(1, held=True)
-    assert {made.pick() for _ in range(5)} == {2}
-    made.put(2, held=True)
-    assert {made.pick() for _ in range(2)} == {0, 1}, "they wait at a gate: the least loaded"
-    made.put(0)
-    assert {made.pick() for _ in range(5)} == {0}
-    assert set(made.loads) == {0, 1, 2}
-
-
 @pytest.mark.parametrize("words", [("a", ()), ("", (1, 2, 3))], ids=["session", "prefix"])
 def test_sessions_and_prefixes_leave_a_held_replica_and_an_older_version(words):
     made = router(0, 1)

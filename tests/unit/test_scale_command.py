@@ -54,6 +54,13 @@ def run_dir(tmp_path):
     return tmp_path
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @contextmanager
 def driver(run_dir, most=None):
     """The loops of a driver, in a thread; yields its events."""
@@ -74,8 +81,7 @@ def driver(run_dir, most=None):
     thread = threading.Thread(target=lambda: asyncio.run(loops()))
     thread.start()
     try:
-        while not (run_dir / "scale").is_dir():
-            time.sleep(0.005)
+        wait_until((run_dir / "scale").is_dir)
         yield events
     finally:
         ended.set()
@@ -164,10 +170,7 @@ def test_a_request_that_is_none_is_answered_and_changes_nothing(run_dir, request
         path = run_dir / "scale" / "strange.request.json"
         path.write_text(request_text)
         answer = run_dir / "scale" / "strange.answer.json"
-        deadline = time.monotonic() + 20
-        while not answer.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(answer.exists)
         assert "the request strange.request.json" in json.loads(answer.read_text())["error"]
         assert events == []
 
@@ -177,10 +180,7 @@ def test_a_request_that_comes_too_late_changes_nothing(run_dir):
         path = run_dir / "scale" / "late.request.json"
         (run_dir / "part").write_text(json.dumps({"replicas": 3, "until_s": time.time() - 1}))
         (run_dir / "part").rename(path)
-        deadline = time.monotonic() + 20
-        while path.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not path.exists())
         assert events == []
 
 

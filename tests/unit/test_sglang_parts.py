@@ -198,22 +198,22 @@ def test_only_the_stop_tokens_of_the_request_end_it(stop, eos, native):
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_arguments_of_sglang(tmp_path):
+def arguments(settings, *, real=False, on_cpu=False):
+    return engine_arguments(ModelConfig(path="org/m"), settings, load_real_weights=real, seed=3, on_cpu=on_cpu)
+
+
+def test_the_arguments_of_sglang():
     settings = SglangEngineConfig(tensor_parallel_size=2, server_args={"ep_size": 2})
-    model = ModelConfig(path=str(tmp_path), inference_dtype="bfloat16")
-    made = engine_arguments(model, settings, load_real_weights=False, seed=3, on_cpu=False)
+    made = arguments(settings)
     assert (made["tp_size"], made["load_format"], made["random_seed"], made["ep_size"]) == (2, "dummy", 3, 2)
     assert not made["disable_overlap_schedule"]
     assert made["mem_fraction_static"] is None
-    shared = SglangEngineConfig(gpu_share=0.5)
-    made = engine_arguments(model, shared, load_real_weights=False, seed=3, on_cpu=False)
-    assert made["mem_fraction_static"] == pytest.approx(0.425), "the rest is the trainer rank's"
-    recording = replace(settings, record_experts=True)
-    told = engine_arguments(model, recording, load_real_weights=False, seed=3, on_cpu=False)
-    assert told == engine_arguments(model, settings, load_real_weights=False, seed=3, on_cpu=False) | {
-        "enable_return_routed_experts": True
-    }, "older versions do not know it"
-    on_cpu = engine_arguments(model, settings, load_real_weights=True, seed=3, on_cpu=True)
+    assert arguments(SglangEngineConfig(gpu_share=0.5))["mem_fraction_static"] == pytest.approx(0.425), (
+        "the rest is the trainer rank's"
+    )
+    recording = arguments(replace(settings, record_experts=True))
+    assert recording == made | {"enable_return_routed_experts": True}, "older versions do not know it"
+    on_cpu = arguments(settings, real=True, on_cpu=True)
     assert (on_cpu["device"], on_cpu["load_format"], on_cpu["disable_overlap_schedule"]) == ("cpu", "auto", True)
 
 
@@ -274,10 +274,7 @@ def test_marks_of_large_parameters_lie_inside():
 
 def test_arguments_leave_room_for_a_request_as_long_as_the_context():
     """SGLang takes prompts up to 7 tokens below its context, and responses up to 2 below it."""
-    arguments = engine_arguments(
-        ModelConfig(path="org/m"), SglangEngineConfig(max_model_len=512), load_real_weights=True, seed=0, on_cpu=True
-    )
-    assert arguments["context_length"] == 518
+    assert arguments(SglangEngineConfig(max_model_len=512), real=True, on_cpu=True)["context_length"] == 518
 
 
 @pytest.mark.parametrize("name", ["tp_size", "speculative_algorithm", "allow_auto_truncate", "enable_mixed_chunk"])

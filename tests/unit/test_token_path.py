@@ -22,7 +22,7 @@ from asyncrl.remote.garbage import PauselessCollector
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.replica_link import COLLECT_S, COLLECT_SHARE, collection_interval_s
 from asyncrl.types import TokenChunk
-from tests.make import QUICKSTART
+from tests.make import QUICKSTART, begun
 
 
 @st.composite
@@ -101,12 +101,10 @@ async def test_while_tokens_gather_only_ended_requests_are_handed_out_and_at_onc
 async def test_tokens_wait_no_longer_than_they_may_gather_and_not_at_all_for_a_lost_engine():
     outbox = Outbox()
     token = np.ones(1, np.int32), np.zeros(1, np.float32)
-    taking = asyncio.create_task(outbox.take(30.0, gather_s=0.05))
-    await asyncio.sleep(0)
+    taking = await begun(outbox.take(30.0, gather_s=0.05))
     outbox.add(TokenChunk("r", *token, 0))
     assert len(await asyncio.wait_for(taking, 10)) == 1
-    taking = asyncio.create_task(outbox.take(30.0, gather_s=30.0))
-    await asyncio.sleep(0)
+    taking = await begun(outbox.take(30.0, gather_s=30.0))
     outbox.add(TokenChunk("r", *token, 0))
     await asyncio.sleep(0.01)
     assert not taking.done()

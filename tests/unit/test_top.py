@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.commands.top import Watched, main
-from asyncrl.observability.terminal_view import BAR, step_table
+from asyncrl.observability.progress import BAR, step_table
 from tools.make_sick_run import write_run
 
 

@@ -16,6 +16,7 @@ from asyncrl.inference.torch_engine.runner import check_architecture
 from asyncrl.types import GenerationRequest, IpcSource, Manifest, SamplingParams
 from asyncrl_testing.engine_suite import Client, complete, make_request, within
 from asyncrl_testing.random_model import write_random_qwen3
+from tests.make import begun
 
 SOURCE = IpcSource(
     endpoint="ipc:///nowhere", path="none", host=platform.node(), bucket_bytes=4096, num_receivers=1, epoch=0
@@ -167,8 +168,7 @@ async def test_a_resumed_response_does_not_wait_behind_those_that_have_no_token_
 async def test_resume_ends_a_drain_that_it_overtakes(engine):
     client = Client(engine, make_request(max_tokens=100))
     await client.first_tokens()
-    drain = asyncio.create_task(engine.pause("drain"))
-    await asyncio.sleep(0)
+    drain = await begun(engine.pause("drain"))
     await within(engine.resume())
     with pytest.raises(GenerationError, match="resume"):
         await within(drain)

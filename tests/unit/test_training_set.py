@@ -188,13 +188,17 @@ def test_a_long_prompt_is_an_error_before_the_run_wherever_it_stands(tmp_path: P
         prompts_of(data)
 
 
-@pytest.mark.parametrize("count", [1, BATCH_ROWS, 2 * BATCH_ROWS + 3])
-def test_a_table_gives_its_rows_back_one_by_one_and_in_order(tmp_path: Path, count: int) -> None:
-    rows = [row(f"{i} 漢", str(i), f"t:{i}", **{"": "", "k": f"{i}"} if i % 2 else {}) for i in range(count)]
+def writer_of(*rows: PromptRow) -> RowWriter:
     writer = RowWriter()
     for one in rows:
         writer.add(one)
-    table = writer.table()
+    return writer
+
+
+@pytest.mark.parametrize("count", [1, BATCH_ROWS, 2 * BATCH_ROWS + 3])
+def test_a_table_gives_its_rows_back_one_by_one_and_in_order(tmp_path: Path, count: int) -> None:
+    rows = [row(f"{i} 漢", str(i), f"t:{i}", **{"": "", "k": f"{i}"} if i % 2 else {}) for i in range(count)]
+    table = writer_of(*rows).table()
     assert list(table) == rows
     places = sorted({0, count // 2, count - 1, min(BATCH_ROWS, count - 1)})
     assert [table[i] for i in places] == [rows[i] for i in places]
@@ -210,21 +214,15 @@ def test_a_table_gives_its_rows_back_one_by_one_and_in_order(tmp_path: Path, cou
 
 def test_the_file_of_a_table_goes_with_it_unless_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    writer = RowWriter()
-    writer.add(row("a"))
+    writer = writer_of(row("a"))
     assert len(list(tmp_path.iterdir())) == 1
     del writer
     assert not list(tmp_path.iterdir()), "a writer that was given up"
-    writer = RowWriter()
-    writer.add(row("a"))
-    table = writer.table()
-    del writer
+    table = writer_of(row("a")).table()
     assert table[0] == row("a")
     del table
     assert not list(tmp_path.iterdir())
-    writer = RowWriter()
-    writer.add(row("a"))
-    table = writer.table()
+    table = writer_of(row("a")).table()
     assert table[0] == row("a")
     table.keep(tmp_path / "prompts.arrow")
     assert table[0] == pickle.loads(pickle.dumps(table))[0] == row("a")
@@ -236,9 +234,7 @@ def test_a_rollouter_has_of_a_large_set_what_it_has_asked(tmp_path: Path) -> Non
     """Arrow's own count of the memory that it allocated: mapped bytes are none of it."""
     import pyarrow
 
-    writer = RowWriter()
-    for i in range(20 * row_table.BATCH_ROWS):
-        writer.add(row(f"{i} " + "x" * 200))
+    writer = writer_of(*(row(f"{i} " + "x" * 200) for i in range(20 * row_table.BATCH_ROWS)))
     table = pickle.loads(pickle.dumps(writer_table := writer.table()))
     before = pyarrow.total_allocated_bytes()
     assert table[12_345].messages[0].content.startswith("12345 ")

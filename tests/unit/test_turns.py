@@ -8,6 +8,7 @@ from asyncrl.errors import GenerationError
 from asyncrl.inference.external_places import PlaceQueue
 from asyncrl.rollout.router import Affinity, Router
 from asyncrl.serving.app import TurnTable, request_id_of
+from tests.make import begun
 
 
 def router(count=2, **limits):
@@ -96,8 +97,7 @@ async def test_a_place_that_was_given_to_a_cancelled_request_comes_back():
             pass
 
     async with places:
-        waiting = asyncio.create_task(enter())
-        await asyncio.sleep(0)
+        waiting = await begun(enter())
     waiting.cancel()  # the place was granted when the block above ended
     await asyncio.gather(waiting, return_exceptions=True)
     assert (places.taken, places.waiting) == (0, 0)

@@ -187,7 +187,6 @@ def test_seeds_of_requests_and_of_their_resumptions_are_all_different():
 )
 def test_requests_that_do_not_fit_are_told_why(request_, names):
     found = misfit(request_, engine="vllm", max_model_len=100, vocab_size=50)
-    assert found is not None
     assert any(names in part for part in found)
     assert misfit(make_request(max_tokens=96, stop=(10**6,)), engine="vllm", max_model_len=100, vocab_size=50) is None
 

@@ -74,11 +74,6 @@ def test_a_plan_by_hand():
     )
 
 
-def test_no_bytes_need_no_bucket():
-    assert plan_buckets([], 64) == ()
-    assert plan_buckets([make_spec("none", (0,), "float32")], 64) == ()
-
-
 def test_a_bucket_below_the_alignment_is_refused():
     with pytest.raises(ConfigError, match="bucket_bytes"):
         plan_buckets([], 15)

@@ -55,7 +55,6 @@ def test_what_a_killed_owner_left_is_removed_by_the_next():
         "s = SharedSegment(4096); s.socket_path.touch(); print(s.path, flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
     path = Path(owner.stdout.readline().strip())
     assert path not in remove_stale_segments()
     owner.send_signal(signal.SIGKILL)

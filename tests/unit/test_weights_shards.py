@@ -126,7 +126,6 @@ def test_what_a_killed_owner_left_is_removed_and_a_living_one_keeps_its_own(tmp_
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
     left = Path(owner.stdout.readline().strip())
     PublishDirectory(tmp_path).close()
     assert left.exists()

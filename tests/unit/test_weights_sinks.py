@@ -79,11 +79,3 @@ def test_places_may_be_asked_for_ahead_and_mixed_with_writes():
 def test_a_place_beyond_the_tensor_is_refused():
     with pytest.raises(WeightTransferError, match=r"bytes \[16, 48\) of a"):
         unfinished().destination(make_spec("a", (32,), "uint8"), 16, 32, CPU)
-
-
-def test_each_tensor_has_memory_of_its_own():
-    kept = []
-    sink = AssemblingSink(lambda _, t: kept.append(t))
-    for value in (1, 2):
-        land(sink, make_spec("a", (8,), "uint8"), 0, 8, value)
-    assert [t.tolist() for t in kept] == [[1] * 8, [2] * 8]

@@ -195,12 +195,12 @@ def reserved(recipe: Recipe) -> Iterator[PlacementGroups]:
         return
     resources = [{"GPU": float(b.gpus)} if b.gpus else ON_CPU for b in placement.bundles]
     group = placement_group(resources, strategy=placement.strategy)
-    places = PlacementGroups(placement, group, only_node=only_node)
+    placements = PlacementGroups(placement, group, only_node=only_node)
     try:
-        _await(places, group, recipe.ray.start_timeout_s)
-        yield places
+        _await(placements, group, recipe.ray.start_timeout_s)
+        yield placements
     finally:
-        places.give_back_all()
+        placements.give_back_all()
         _remove(group)
 
 
@@ -221,17 +221,17 @@ def _usable_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]} - ray_state.state.get_draining_nodes().keys()
 
 
-def _await(places: PlacementGroups, group: PlacementGroup, timeout_s: float) -> None:
+def _await(placements: PlacementGroups, group: PlacementGroup, timeout_s: float) -> None:
     """Returns once every bundle has a node. Raises DeadlineExceeded."""
-    bundles = places.placement.bundles
+    bundles = placements.placement.bundles
     try:
         reply_now(group.ready(), timeout_s=timeout_s, call="placement", process=Process("placement group"))
     except DeadlineExceeded as error:
         do = "end what uses them, or raise ray.start_timeout_s"
         raise DeadlineExceeded(explain(words(bundles), f"not free within {timeout_s:g} s; {_free()}", do)) from error
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    for node in dict.fromkeys(places.nodes()):
-        own = [bundle for bundle, place in zip(bundles, places.nodes(), strict=True) if place == node]
+    for node in dict.fromkeys(placements.nodes()):
+        own = [bundle for bundle, held in zip(bundles, placements.nodes(), strict=True) if held == node]
         logger.info("node %s has %s", addresses.get(node or "", "?"), words(own))
 
 

@@ -89,7 +89,7 @@ class FleetSize:
     def __init__(
         self,
         pool: ReplicaPool,
-        places: PlacementGroups,
+        placements: PlacementGroups,
         limits: FleetLimits,
         *,
         start_timeout_s: float,
@@ -102,7 +102,7 @@ class FleetSize:
             on_event: `EventLog.write`.
         """
         self._pool = pool
-        self._places = places
+        self._placements = placements
         self._limits = limits
         self._start_timeout_s = start_timeout_s
         self._on_event = on_event
@@ -170,12 +170,12 @@ class FleetSize:
                 task.result()  # raises; a successful wait has removed itself
         table = self._pool.table
         # Leave draining nodes, then give back the places of replicas that have left the table.
-        for i in await self._places.ending():
+        for i in await self._placements.ending():
             if i in table.rows:
                 self._pool.leave(i, "preempted")
         self._returning = self._taken - self._pool.table.rows.keys() - self._waits.keys()
         for i in sorted(self._returning):
-            await self._places.give_back(i)
+            await self._placements.give_back(i)
         self._taken -= self._returning
         self._returning = set()
         self._apply()
@@ -198,7 +198,7 @@ class FleetSize:
         while True:
             self._taken.add(replica_id)
             try:
-                await self._places.ready(replica_id, self._start_timeout_s)
+                await self._placements.ready(replica_id, self._start_timeout_s)
             except NoPlace as error:
                 self._found[replica_id] = str(error)
                 logger.info("replica %d waits on for a place: %s", replica_id, error)

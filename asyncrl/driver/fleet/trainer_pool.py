@@ -84,7 +84,7 @@ class TrainerPool:
         num_gpus_per_rank: float,
         timeout_s: float,
         *,
-        places: Sequence[Any] | None = None,
+        strategies: Sequence[Any] | None = None,
     ) -> TrainerPool:
         """Starts `spec.trainer.num_ranks` actors and loads the model.
 
@@ -92,7 +92,7 @@ class TrainerPool:
             queue_handle: actor handle of the MessageQueue.
             num_gpus_per_rank: 0 trains on the CPU.
             timeout_s: for the whole start.
-            places: Ray's scheduling strategy of each rank; None leaves all of them to Ray.
+            strategies: Ray's scheduling strategy of each rank; None leaves all of them to Ray.
 
         Raises:
             ConfigError: the model cannot be read or trained.
@@ -107,8 +107,8 @@ class TrainerPool:
         elif spec.trainer.device == "auto":  # the GPU is reserved: no rank may silently train on a CPU
             spec = replace(spec, trainer=replace(spec.trainer, device="cuda"))
         actor_class: Any = ray.remote(**options)(TrainerWorker)
-        chosen = ["DEFAULT"] * spec.trainer.num_ranks if places is None else places
-        actors = [actor_class.options(scheduling_strategy=place) for place in chosen]
+        chosen = ["DEFAULT"] * spec.trainer.num_ranks if strategies is None else strategies
+        actors = [actor_class.options(scheduling_strategy=strategy) for strategy in chosen]
         node = ray.util.get_node_ip_address
         fetches = [partial(_fetched, queue_handle, method) for method in (MessageQueue.fetch, MessageQueue.fetch_ahead)]
         pool = cls(spec, [actor.remote(spec, rank, *fetches, node) for rank, actor in enumerate(actors)])

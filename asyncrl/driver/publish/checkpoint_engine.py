@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,6 @@ class CheckpointEngine:
         self._encoding: Encoding = encoding
         self._receivers_per_replica = receivers_per_replica
         self._rolling = rolling
-        self._staged = bool(config.stage)
         self._blame_s = blame_s
         self._lock = asyncio.Lock()
         self._publishes = 0
@@ -170,10 +169,11 @@ class CheckpointEngine:
                 pending = dict(self._fleet.members)
                 publish.verify = publish.verify or self._is_verified(scheduled=False)
             if time.monotonic() > publish.deadline:
+                lacking = ", ".join(f"replica {i}" for i in pending)
                 raise DeadlineExceeded(
                     explain(
                         f"publish version {version} within {self._config.publish_timeout_s:g} s",
-                        f"after {publish.attempts} transfer(s) {_names(pending)} does not serve it",
+                        f"after {publish.attempts} transfer(s) {lacking} does not serve it",
                         "see the log for the transfers that failed, or raise weights.publish_timeout_s",
                     )
                 )
@@ -219,7 +219,7 @@ class CheckpointEngine:
         if self._encoding == "delta" and publish.encoded is None:
             publish.encoded = await self._encode(publish)
         num_members = max(1, len(self._fleet.members))
-        if self._staged:
+        if self._config.stage:
             manifest, digest, good = await self._send(publish, replicas)
             done, paused_s = await self._adopt(publish, good, manifest, digest)
             num_paused = len(good)
@@ -285,7 +285,7 @@ class CheckpointEngine:
             publish_id=self._transfers,
             version=publish.version,
             verify=publish.verify,
-            is_staged=self._staged,
+            is_staged=bool(self._config.stage),
         )
         publish.sent_bytes += manifest.nbytes
         for replica_id in replicas:
@@ -459,10 +459,6 @@ class CheckpointEngine:
         await self._fleet.stats()
         members = self._fleet.members
         return {i: r for i, r in replicas.items() if members.get(i) is r}
-
-
-def _names(replicas: Iterable[int]) -> str:
-    return ", ".join(f"replica {i}" for i in replicas)
 
 
 async def _on_each(replicas: Replicas, call: Any) -> dict[int, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from asyncrl.inference.shared.tensor_feed import CheckedSink
 from asyncrl.types import TensorSpec
+from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.packing import byte_view
 from asyncrl.weights.pinned_memory import pinned_empty
 
@@ -22,10 +22,10 @@ class Staging:
         self._memory: dict[str, torch.Tensor] = {}
         self._whole: dict[str, torch.Tensor] = {}
 
-    def sink(self, check: Callable[[TensorSpec], None]) -> CheckedSink:
-        """Sink of the next publish; drops the previous one. `check` as in `CheckedSink`."""
+    def sink(self, check: Callable[[TensorSpec], None]) -> AssemblingSink:
+        """Sink of the next publish; drops the previous one. `check` as in `AssemblingSink`."""
         self._whole.clear()
-        return CheckedSink(check, self._whole.__setitem__, self._take)
+        return AssemblingSink(self._whole.__setitem__, check=check, take=self._take)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of each complete tensor, in the order of the publish; valid until the next `sink`."""

@@ -11,7 +11,6 @@ import torch
 
 from asyncrl.errors import DeadlineExceeded, explain
 from asyncrl.types import TensorSpec
-from asyncrl.weights.assembling_sink import AssemblingSink
 
 _CPU = torch.device("cpu")
 AHEAD_BYTES = 16 << 20
@@ -20,8 +19,8 @@ stays bounded."""
 
 
 class Feed:
-    """A bounded buffer for `num_tensors` tensors; an error on one side ends both. Created by the loader, whose CUDA stream
-    on `device` then waits for the receiver's.
+    """A bounded buffer for `num_tensors` tensors; an error on one side ends both. Created by the loader: its CUDA
+    stream on `device` then waits for the receiver's.
 
     The receiver's last `offer` returns only after the loader has loaded all tensors, so that the sender sees every
     loader error.
@@ -101,37 +100,3 @@ def completed(
             if spec.name not in came:
                 yield spec.name, torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
         raise
-
-
-class CheckedSink:
-    """A `DirectSink` that refuses an unfit tensor before its bytes arrive, and passes on complete tensors.
-
-    Args:
-        check: raises WeightTransferError for a tensor that does not belong to the model.
-        take: memory for a tensor, [nbytes] uint8, in host memory, wherever its bytes come from; None: on their device.
-    """
-
-    def __init__(
-        self,
-        check: Callable[[TensorSpec], None],
-        on_tensor: Callable[[str, torch.Tensor], None],
-        take: Callable[[TensorSpec], torch.Tensor] | None = None,
-    ) -> None:
-        self._check = check
-        self._inner = AssemblingSink(on_tensor, take)
-        self._in_host_memory = take is not None
-
-    def write(self, spec: TensorSpec, offset: int, data: torch.Tensor) -> None:
-        self._check(spec)
-        device = _CPU if self._in_host_memory else data.device
-        self._inner.destination(spec, offset, data.numel(), device).copy_(data)
-        self._inner.wrote(spec, offset, data.numel())
-
-    def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
-        self._check(spec)
-        if self._in_host_memory and device.type != "cpu":
-            return None
-        return self._inner.destination(spec, offset, nbytes, device)
-
-    def wrote(self, spec: TensorSpec, offset: int, nbytes: int) -> None:
-        self._inner.wrote(spec, offset, nbytes)

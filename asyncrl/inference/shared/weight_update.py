@@ -18,8 +18,9 @@ import torch
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, WeightTransferError, explain
 from asyncrl.inference.shared.staged_weights import Staging
-from asyncrl.inference.shared.tensor_feed import CheckedSink, Feed, completed
+from asyncrl.inference.shared.tensor_feed import Feed, completed
 from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
+from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.encodings.decoder import Decoder, Plan
 from asyncrl.weights.transport import WeightReceiver, WeightSink
 from asyncrl.weights.transports import build_receiver
@@ -230,7 +231,7 @@ class WorkerUpdate:
 
     def _fill(self, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float) -> Digest | None:
         """Moves one publish into `feed`, in the receiver's thread."""
-        sink = CheckedSink(self._loader.check, feed.offer)
+        sink = AssemblingSink(feed.offer, check=self._loader.check)
         try:
             return self._decode(self._joined(), manifest, plan, sink, timeout_s)
         except BaseException as error:

@@ -19,19 +19,7 @@ from asyncrl.errors import GenerationError, WeightTransferError, explain
 from asyncrl.inference.cpu_time import yield_to_others
 from asyncrl.inference.engine import PauseMode
 from asyncrl.inference.shared.request_checks import misfit, samplable_stops
-from asyncrl.inference.torch_engine.loop import DecodeLoop
-from asyncrl.inference.torch_engine.messages import (
-    Abort,
-    Command,
-    Commit,
-    LoopReport,
-    Pause,
-    Resume,
-    Sleep,
-    Stop,
-    Submit,
-    Wake,
-)
+from asyncrl.inference.torch_engine.loop import Command, DecodeLoop, LoopReport
 from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
 from asyncrl.inference.torch_engine.transfer import TorchTransfer
 from asyncrl.kernels.cpu_products import use_onednn
@@ -97,7 +85,8 @@ class TorchEngine:
         self._check(request)
         stream: asyncio.Queue[TokenChunk | GenerationError] = asyncio.Queue()
         self._streams[request.request_id] = stream
-        self._commands.put(Submit(self._bounded(request)))
+        bounded = self._bounded(request)
+        self._commands.put(lambda loop: loop.submit(bounded))
         try:
             while True:
                 item = await stream.get()  # the thread ends every stream, and fails all of them when it dies
@@ -109,15 +98,16 @@ class TorchEngine:
         finally:
             if self._streams.get(request.request_id) is stream:  # the consumer left early
                 del self._streams[request.request_id]
-                self._commands.put(Abort((request.request_id,)))
+                self._commands.put(lambda loop: loop.abort((request.request_id,)))
 
     async def abort(self, request_ids: Sequence[str] | None) -> None:
         if self._alive:  # otherwise every request has ended with an error already
-            await self._ask(lambda ticket: Abort(None if request_ids is None else tuple(request_ids), ticket))
+            ids = None if request_ids is None else tuple(request_ids)
+            await self._ask(lambda loop, ticket: loop.abort(ids, ticket))
 
     async def pause(self, mode: PauseMode) -> None:
         self._require_alive()
-        await self._ask(lambda ticket: Pause(mode, ticket), drains=mode == "drain")
+        await self._ask(lambda loop, ticket: loop.pause(mode, ticket), drains=mode == "drain")
         self._paused = True
 
     async def resume(self) -> None:
@@ -130,11 +120,11 @@ class TorchEngine:
             found = explain("pause(drain)", "resume() came before the running requests had finished", "pause again")
             if not self._answers[ticket].done():
                 self._answers[ticket].set_exception(GenerationError(found))
-        await self._ask(Resume)
+        await self._ask(DecodeLoop.resume)
 
     async def commit(self, version: int | None) -> None:
         self._require_alive()
-        await self._ask(lambda ticket: Commit(version, ticket))
+        await self._ask(lambda loop, ticket: loop.commit(version, ticket))
 
     async def load_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         return await self._loadable("load_weights").receive(manifest, source, timeout_s)
@@ -162,7 +152,7 @@ class TorchEngine:
         if level > 1:
             self._transfer.forget()
         self._asleep = _PARTS  # even if the call is cancelled: the thread still does it
-        await self._ask(lambda ticket: Sleep(level, ticket))
+        await self._ask(lambda loop, ticket: loop.sleep(level, ticket))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """As `SleepingEngine.wake_up`. After level 2 the weights are 0."""
@@ -170,7 +160,7 @@ class TorchEngine:
         if unknown := parts - _PARTS:
             raise GenerationError(explain(f"wake_up({tags})", f"no part {sorted(unknown)}", f"of {sorted(_PARTS)}"))
         self._require_sleepable(f"wake_up({tags})")
-        await self._ask(lambda ticket: Wake(parts, ticket))
+        await self._ask(lambda loop, ticket: loop.wake(parts, ticket))
         self._asleep -= parts
 
     def health(self) -> EngineHealth:
@@ -187,7 +177,7 @@ class TorchEngine:
         if self._stopped:
             return
         self._stopped = True
-        self._commands.put(Stop())
+        self._commands.put(DecodeLoop.stop)
         # Callers get their error now; the thread may still be in a step.
         self._fail_pending("the engine was stopped", None)
         if self._thread.ident is not None:
@@ -253,14 +243,15 @@ class TorchEngine:
             return request
         return replace(request, sampling=replace(sampling, stop_token_ids=stops))
 
-    async def _ask(self, command: Callable[[int], Command], *, drains: bool = False) -> None:
-        """Sends a command; returns when the thread has answered. Raises GenerationError if the thread died."""
+    async def _ask(self, command: Callable[[DecodeLoop, int], None], *, drains: bool = False) -> None:
+        """Sends a command, which is called with its ticket; returns when the thread has answered. Raises
+        GenerationError if the thread died."""
         assert self._loop is not None
         ticket = next(self._tickets)
         answer = self._answers[ticket] = self._loop.create_future()
         if drains:
             self._drains.add(ticket)
-        self._commands.put(command(ticket))
+        self._commands.put(lambda loop: command(loop, ticket))
         try:
             await answer
         finally:
@@ -312,7 +303,7 @@ class TorchEngine:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:  # the event loop was closed without stop(): nobody is left to answer
             logger.warning("the event loop is closed: the torch engine ends")
-            self._commands.put(Stop())
+            self._commands.put(DecodeLoop.stop)
 
     # Back on the event loop.
 

@@ -6,7 +6,7 @@ import itertools
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,22 +15,10 @@ import torch
 
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.shared.engine_queue import enqueue
-from asyncrl.inference.torch_engine.messages import (
-    Abort,
-    Command,
-    Commit,
-    LoopReport,
-    Pause,
-    Resume,
-    Sleep,
-    Stop,
-    Submit,
-    Wake,
-)
 from asyncrl.inference.torch_engine.runner import ModelRunner, Prefill
 from asyncrl.inference.torch_engine.sampling import sample, sample_with_sets
 from asyncrl.inference.torch_engine.slots import SlotTable
-from asyncrl.types import FinishReason, GenerationRequest, TokenChunk
+from asyncrl.types import FinishReason, GenerationRequest, PauseMode, TokenChunk
 
 NO_VERSION = -1
 """Stamp of an empty chunk that ends a request before any version was committed."""
@@ -66,8 +54,17 @@ class Counters:
     """Duration of the last abort or abort-pause inside the thread."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoopReport:
+    """Results since the last report: chunks in sampling order, then the tickets of finished commands."""
+
+    chunks: tuple[TokenChunk, ...] = ()
+    tickets: tuple[int, ...] = ()
+
+
 class DecodeLoop:
-    """Owns the slots, the waiting requests and the pause state. All methods run in the decode thread."""
+    """Owns the slots, the waiting requests and the pause state. All methods run in the decode thread: others send a
+    `Command`. A `ticket` identifies a command that gets an answer."""
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class DecodeLoop:
         chunk_tokens: int,
         version: int | None,
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         self._commands = commands
         self._report = report
         self._slots = SlotTable(num_slots, chunk_tokens, runner.recorder.row)
@@ -91,6 +88,7 @@ class DecodeLoop:
         self._drain_tickets: list[int] = []
         self._chunks: list[TokenChunk] = []
         self._tickets: list[int] = []
+        self._stopped = False
         self.counters = Counters(version=version)
 
     @torch.inference_mode()
@@ -101,7 +99,7 @@ class DecodeLoop:
         Produces: one report per round, with the chunks and acknowledgements of all requests.
         Waits for: a command, while nothing may be sampled.
         Unblocked by: commands.
-        Stops when: `Stop` comes, or at the first error, which the thread's owner turns into failed requests.
+        Stops when: `stop` is called, or at the first error, which the thread's owner turns into failed requests.
         """
         while self._serve_commands():
             self._flush_report()  # an abort is answered before the next step, not after it
@@ -128,76 +126,71 @@ class DecodeLoop:
         return self._running > 0 or waits or self._draining  # the last round of a drain ends it
 
     def _serve_commands(self) -> bool:
-        """Serves all queued commands; waits for one if there is nothing to decode. Returns False at `Stop`."""
+        """Serves all queued commands; waits for one if there is nothing to decode. Returns False after `stop`."""
         # Idle: block until a command comes, so that the thread takes no CPU time.
         if not self._active:
             try:
-                if not self._serve(self._commands.get(timeout=_IDLE_WAIT_S)):
-                    return False
+                self._commands.get(timeout=_IDLE_WAIT_S)(self)
             except queue.Empty:
-                # An empty report detects a closed event loop of the owner, which queues a `Stop`.
+                # An empty report detects a closed event loop of the owner, which sends a `stop`.
                 self._report(LoopReport())
                 return True
-        while not self._commands.empty():
-            if not self._serve(self._commands.get_nowait()):
-                return False
+        while not self._stopped and not self._commands.empty():
+            self._commands.get_nowait()(self)
         self.counters.running = self._running
-        return True
+        return not self._stopped
 
-    def _serve(self, command: Command) -> bool:
-        match command:
-            case Submit(request):
-                scores = request.sampling.score_from is not None
-                enqueue(self._scoring if scores else self._waiting, request, lambda r: r.first_position > 0)
-            case Abort(request_ids, ticket):
-                self._abort(request_ids)
-                if ticket is not None:
-                    self._tickets.append(ticket)
-            case Pause():
-                self._pause(command)
-            case Resume(ticket):
-                self._paused = False
-                self._drain_tickets.clear()
-                self._tickets.append(ticket)
-            case Commit(version, ticket):
-                self._commit(version)
-                self._tickets.append(ticket)
-            case Sleep(level, ticket):
-                if level > 1:
-                    self.counters.version = None  # the weights are dropped: only a commit may sample again
-                self._runner.release(keep_weights=level == 1)
-                self._tickets.append(ticket)
-            case Wake(parts, ticket):
-                self._runner.restore(parts)
-                self._tickets.append(ticket)
-            case Stop():
-                return False
-        return True
+    # -- commands ------------------------------------------------------------------------------------------------
 
-    def _pause(self, command: Pause) -> None:
-        if command.mode == "drain" and not self._paused and self._running > 0:
-            self._drain_tickets.append(command.ticket)
+    def submit(self, request: GenerationRequest) -> None:
+        scores = request.sampling.score_from is not None
+        enqueue(self._scoring if scores else self._waiting, request, lambda r: r.first_position > 0)
+
+    def pause(self, mode: PauseMode, ticket: int) -> None:
+        if mode == "drain" and not self._paused and self._running > 0:
+            self._drain_tickets.append(ticket)
             return
-        if command.mode == "abort":
+        if mode == "abort":
             # A second pause must not abort requests that were queued after the first.
-            self._abort(self._running_ids() if self._paused else None)
+            self.abort(self._running_ids() if self._paused else None)
         self._emit_buffered()
         self._paused = True
-        self._tickets += [*self._drain_tickets, command.ticket]
+        self._tickets += [*self._drain_tickets, ticket]
         self._drain_tickets.clear()
 
-    def _commit(self, version: int | None) -> None:
+    def resume(self, ticket: int) -> None:
+        self._paused = False
+        self._drain_tickets.clear()
+        self._tickets.append(ticket)
+
+    def sleep(self, level: int, ticket: int) -> None:
+        if level > 1:
+            self.counters.version = None  # the weights are dropped: only a commit may sample again
+        self.runner.release(keep_weights=level == 1)
+        self._tickets.append(ticket)
+
+    def wake(self, parts: Collection[str], ticket: int) -> None:
+        """`parts`: as `SleepingEngine.wake_up` names them."""
+        self.runner.restore(parts)
+        self._tickets.append(ticket)
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def commit(self, version: int | None, ticket: int) -> None:
         self._emit_buffered()
         if version is not None:
             self.counters.version = version
         if self._wave:  # a prompt prefilled by two versions matches neither: start over
             self._wave.prefill = Prefill(self._wave.prefill.prompts)
+        self._tickets.append(ticket)
 
     def _running_ids(self) -> tuple[str, ...]:
         in_wave = [r.request_id for same in (self._wave.requests if self._wave else ()) for r in same]
         return (*self._slots.request_ids, *in_wave)
 
-    def _abort(self, request_ids: Sequence[str] | None) -> None:
+    def abort(self, request_ids: Sequence[str] | None, ticket: int | None = None) -> None:
+        """`request_ids` None: all. `ticket` None: no answer is needed."""
         started = time.perf_counter()
         slots = self._slots
         ids = None if request_ids is None else frozenset(request_ids)
@@ -213,6 +206,8 @@ class DecodeLoop:
             if self._wave.size == 0:
                 self._wave = None
         self.counters.abort_s = time.perf_counter() - started
+        if ticket is not None:
+            self._tickets.append(ticket)
 
     def _without(self, queued: deque[GenerationRequest], ids: frozenset[str] | None) -> deque[GenerationRequest]:
         """Ends the queued requests in `ids` (None: all) and returns the others."""
@@ -236,7 +231,7 @@ class DecodeLoop:
         if self._wave is None and not self._draining:
             self._wave = self._admit()
         if self._wave:
-            self._runner.prefill(self._wave.prefill)
+            self.runner.prefill(self._wave.prefill)
             if self._wave.prefill.finished:
                 self._seat(self._wave)
                 self._wave = None
@@ -256,12 +251,12 @@ class DecodeLoop:
         # Padding counts: the pass computes len(taken) * width tokens.
         while self._scoring:
             width = max(width, len(self._scoring[0].prompt_ids))
-            if (len(taken) + 1) * width > self._runner.prefill_tokens:
+            if (len(taken) + 1) * width > self.runner.prefill_tokens:
                 break
             taken.append(self._scoring.popleft())
         starts = [request.sampling.score_from or 1 for request in taken]
         tops = [request.sampling.score_top for request in taken]
-        scored = self._runner.score([request.prompt_ids for request in taken], starts, tops)
+        scored = self.runner.score([request.prompt_ids for request in taken], starts, tops)
         for request, start, (logprobs, extra) in zip(taken, starts, scored, strict=True):
             self._require_finite(logprobs)
             self._emit(request.request_id, request.prompt_ids[start:].astype(np.int32), logprobs, "stop", extra)
@@ -288,7 +283,7 @@ class DecodeLoop:
         first = len(next(iter(prompts), b""))
         for same in (prompts[key] for key in sorted(prompts, key=lambda key: abs(len(key) - first))):
             width = max(width, len(same[0].prompt_ids) - 1)
-            if wave and (len(wave) + 1) * width > self._runner.prefill_tokens:
+            if wave and (len(wave) + 1) * width > self.runner.prefill_tokens:
                 break
             wave.append(same)
             taken = [*taken, *same]
@@ -305,16 +300,16 @@ class DecodeLoop:
             for request in same:
                 places.append(place)
                 rows.append(self._slots.add(request))
-        self._runner.seat(wave.prefill, places, rows)
+        self.runner.seat(wave.prefill, places, rows)
 
     def _step(self) -> None:
         slots = self._slots
         experts = None
         if slots.records:
             # The hooks copy the experts of every layer, so they run only on request.
-            logits, experts = self._runner.decode_and_record(slots.tokens, slots.lengths)
+            logits, experts = self.runner.decode_and_record(slots.tokens, slots.lengths)
         else:
-            logits = self._runner.decode(slots.tokens, slots.lengths)
+            logits = self.runner.decode(slots.tokens, slots.lengths)
         kept = None
         if most := slots.most_kept:
             drawn, drawn_logprobs, sets = sample_with_sets(logits, slots.sampling(), most)
@@ -350,7 +345,7 @@ class DecodeLoop:
         for rows, reason in ends:
             for row in rows.tolist():
                 self._emit_row(row, reason)
-        self._runner.move(self._slots.remove(np.concatenate([rows for rows, _ in ends])))
+        self.runner.move(self._slots.remove(np.concatenate([rows for rows, _ in ends])))
 
     def _emit_buffered(self) -> None:
         """Emits all buffered tokens: a chunk has one version, and a paused engine must not hold tokens that a client
@@ -379,3 +374,7 @@ class DecodeLoop:
             self._report(LoopReport(tuple(self._chunks), tuple(self._tickets)))
             self._chunks.clear()
             self._tickets.clear()
+
+
+Command = Callable[[DecodeLoop], None]
+"""A call of the loop's thread."""

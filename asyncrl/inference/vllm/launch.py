@@ -119,7 +119,8 @@ class Launcher:
         """The AsyncLLM, or the exception: ConfigError or vLLM's own."""
         self.counts: SchedulerCounts | None = None
         """None before the start, and with a user-defined scheduler."""
-        self._arguments = (model, settings, load_real_weights, seed)
+        self._model, self._settings = model, settings
+        self._load_real_weights, self._seed = load_real_weights, seed
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="vllm-launcher", daemon=True)
 
@@ -136,12 +137,11 @@ class Launcher:
         return not self._thread.is_alive()
 
     def _main(self) -> None:
-        model, settings, load_real_weights, seed = self._arguments
         try:
             check_vllm()
-            if "scheduler_cls" not in settings.engine_args:
+            if "scheduler_cls" not in self._settings.engine_args:
                 self.counts = SchedulerCounts()
-            llm = _launch(model, settings, load_real_weights=load_real_weights, seed=seed, counts=self.counts)
+            llm = self._launch()
         except BaseException as error:  # noqa: BLE001 - task boundary: the waiter of `started` gets it
             self.started.set_exception(error)
             return
@@ -151,6 +151,35 @@ class Launcher:
         self.started.set_result(llm)
         self._stop.wait()
         llm.shutdown(timeout=_SHUTDOWN_S)
+
+    def _launch(self) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.utils.system_utils import set_env_var
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        settings, counts = self._settings, self.counts
+        on_cpu = current_platform.is_cpu()
+        arguments = engine_arguments(
+            self._model, settings, load_real_weights=self._load_real_weights, seed=self._seed, on_cpu=on_cpu
+        )
+        with contextlib.ExitStack() as environment:  # vLLM reads these from the environment only
+            environment.enter_context(set_env_var(OWNER_VARIABLE, str(os.getpid())))
+            if counts is not None:
+                environment.enter_context(set_env_var(VARIABLE, str(counts.path)))
+            if on_cpu:
+                if settings.tensor_parallel_size == 1:  # the worker then lives in EngineCore: one process fewer
+                    environment.enter_context(set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))
+                environment.enter_context(set_env_var("VLLM_CPU_OMP_THREADS_BIND", "nobind"))
+            config = AsyncEngineArgs(**arguments).create_engine_config()
+            if on_cpu:
+                yield_to_others()  # vLLM's processes inherit this thread's priority
+                if config.cache_config.kv_cache_memory_bytes == _CPU_KV_CACHE_BYTES:  # neither recipe nor user chose
+                    config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config, settings)
+            scheduler = config.scheduler_config
+            if counts is not None and scheduler.scheduler_cls is None:
+                scheduler.scheduler_cls = scheduler_class(asynchronous=bool(scheduler.async_scheduling))
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
 def death_of(llm: Any) -> str | None:
@@ -162,41 +191,6 @@ def death_of(llm: Any) -> str | None:
             if gone:
                 return "vLLM's EngineCore process ended"
     return "vLLM's EngineCore died" if llm.errored else None
-
-
-def _launch(
-    model: ModelConfig,
-    settings: VllmEngineConfig,
-    *,
-    load_real_weights: bool,
-    seed: int,
-    counts: SchedulerCounts | None,
-) -> Any:
-    """`counts`: shared memory for the scheduler's counters."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
-    from vllm.utils.system_utils import set_env_var
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    on_cpu = current_platform.is_cpu()
-    arguments = engine_arguments(model, settings, load_real_weights=load_real_weights, seed=seed, on_cpu=on_cpu)
-    with contextlib.ExitStack() as environment:  # vLLM reads these from the environment only
-        environment.enter_context(set_env_var(OWNER_VARIABLE, str(os.getpid())))
-        if counts is not None:
-            environment.enter_context(set_env_var(VARIABLE, str(counts.path)))
-        if on_cpu:
-            if settings.tensor_parallel_size == 1:  # the worker then lives in EngineCore: one process fewer
-                environment.enter_context(set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))
-            environment.enter_context(set_env_var("VLLM_CPU_OMP_THREADS_BIND", "nobind"))
-        config = AsyncEngineArgs(**arguments).create_engine_config()
-        if on_cpu:
-            yield_to_others()  # vLLM's processes inherit this thread's priority
-            if config.cache_config.kv_cache_memory_bytes == _CPU_KV_CACHE_BYTES:  # neither recipe nor user chose
-                config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config, settings)
-        scheduler = config.scheduler_config
-        if counts is not None and scheduler.scheduler_cls is None:
-            scheduler.scheduler_cls = scheduler_class(asynchronous=bool(scheduler.async_scheduling))
-        return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
 def cpu_kv_cache_bytes(config: Any, settings: VllmEngineConfig) -> int:

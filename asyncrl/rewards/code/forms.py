@@ -51,11 +51,6 @@ def tests_of(row: PromptRow) -> tuple[Case, ...] | Statements:
     return cases
 
 
-def check_tests(row: PromptRow) -> None:
-    """Raises ValueError, as `tests_of`."""
-    tests_of(row)
-
-
 def _loaded(value: Any) -> Any:
     """Parses JSON, which may be nested in a text; other values are returned unchanged."""
     try:

@@ -42,21 +42,15 @@ class Models:
         self.critic = self._critic() if spec.algorithm.needs_critic else None
         if spec.algorithm.needs_reference and not self._reference_is_the_base:
             self._reference = self._frozen_reference()
-        trainer, algorithm, host_state = spec.trainer, spec.algorithm, spec.trainer.fsdp.offload_optimizer
-        self.update = Update(self.policy.causal_lm, trainer, max_grad_norm=trainer.max_grad_norm, host_state=host_state)
-        self.critic_update = (
-            Update(self.critic, trainer, max_grad_norm=algorithm.critic.max_grad_norm, host_state=host_state)
-            if self.critic is not None
-            else None
-        )
+        update = partial(Update, config=spec.trainer, host_state=spec.trainer.fsdp.offload_optimizer)
+        self.update = update(self.policy.causal_lm, max_grad_norm=spec.trainer.max_grad_norm)
+        norm = spec.algorithm.critic.max_grad_norm
+        self.critic_update = None if self.critic is None else update(self.critic, max_grad_norm=norm)
 
     def of_step(self) -> StepModels:
         """The models as the training step sees them."""
-        algorithm, trained, critic = (
-            self._spec.algorithm,
-            partial(Trained, mesh=self._mesh, fsdp=self._spec.trainer.fsdp),
-            None,
-        )
+        algorithm, critic = self._spec.algorithm, None
+        trained = partial(Trained, mesh=self._mesh, fsdp=self._spec.trainer.fsdp)
         if self.critic is not None and self.critic_update is not None:
             critic = trained(self.critic, self.critic, self.critic_update)
         outputs = partial(policy_outputs, self.policy, routing=algorithm.router_aux_coefficient > 0)

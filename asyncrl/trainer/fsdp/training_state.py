@@ -75,7 +75,9 @@ class FsdpTrainingState:
 
     def total_steps(self) -> int:
         """See `TrainingState`."""
-        return int(self._number(TOTAL_STEPS))
+        if TOTAL_STEPS not in self._written or self._written.shape(TOTAL_STEPS):
+            raise self._written.unfit(f"it has no number {TOTAL_STEPS}")
+        return int(self._written.read(TOTAL_STEPS))
 
     def steps(self, model: str) -> int:
         """See `TrainingState`."""
@@ -113,11 +115,6 @@ class FsdpTrainingState:
             for part, tensor in unfused(_outside(model, name), fused)
         ]
 
-    def _number(self, entry: str) -> torch.Tensor:
-        if entry not in self._written or self._written.shape(entry):
-            raise self._written.unfit(f"it has no number {entry}")
-        return self._written.read(entry)
-
 
 def write_training_state(directory: Path, state: TrainingState, configs: Mapping[str, Mapping[str, Any]]) -> None:
     """See `WriteTrainingState`."""
@@ -134,7 +131,7 @@ def write_training_state(directory: Path, state: TrainingState, configs: Mapping
             for kind in (WEIGHT, *MOMENTS):
                 entry = f"{model}.{inside}" if kind == WEIGHT else f"{optimizer}.{inside}.{kind}"
                 shapes[entry] = shape
-                sources[entry] = partial(parts.joined, partial(_read, state, model, kind))
+                sources[entry] = partial(parts.joined, partial(state.read, model, kind=kind))
             ready[f"{optimizer}.{inside}.{_STEP}"] = torch.tensor(steps)
     save(directory, ready | {n: torch.empty(s, device="meta") for n, s in shapes.items()}, None, _WhenWritten(sources))
 
@@ -149,10 +146,6 @@ class _WhenWritten(dcp.DefaultSavePlanner):
     def lookup_object(self, index: Any) -> Any:
         source = self._sources.get(index.fqn)
         return super().lookup_object(index) if source is None else source()
-
-
-def _read(state: TrainingState, model: str, kind: TensorKind, name: str) -> torch.Tensor:
-    return state.read(model, name, kind)
 
 
 def _outside(model: str, name: str) -> str:

@@ -48,9 +48,8 @@ class PolicyHead:
         return torch.stack(found)
 
     def output(self, numbers: torch.Tensor, routing: RoutingSums | None = None) -> TokenOutputs:
-        if routing is None:
-            return TokenOutputs(numbers[0], numbers[1])
-        return TokenOutputs(numbers[0], numbers[1], routing.chosen, routing.given)
+        sums = () if routing is None else (routing.chosen, routing.given)
+        return TokenOutputs(*numbers, *sums)
 
 
 class ValueHead:

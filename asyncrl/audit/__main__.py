@@ -1,5 +1,0 @@
-import sys
-
-from asyncrl.audit import main
-
-sys.exit(main())
