@@ -91,7 +91,7 @@ def test_packed_logprobs_are_those_of_single_sequences(model_paths, name):
 @pytest.mark.parametrize(
     ("tied", "change", "found"),
     [
-        (True, {"lm_head.weight": torch.ones(VOCAB_SIZE, 32)}, "config.json ties the output layer"),
+        (True, {"lm_head.weight": torch.ones(SIZES["vocab_size"], 32)}, "config.json ties the output layer"),
         (False, {"lm_head.weight": None}, "the first is lm_head.weight: they would be random"),
         (True, {"model.layers.1.self_attn.q_norm.weight": None}, "q_norm.weight: they would be random"),
     ],
