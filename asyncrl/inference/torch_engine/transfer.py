@@ -12,7 +12,7 @@ from asyncrl.errors import WeightTransferError, explain
 from asyncrl.inference.shared.staged_weights import Staging
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import Digest, Manifest, TransferSource
-from asyncrl.weights.encodings.decoder import Decoder, Plan
+from asyncrl.weights.encodings.decoder import Decoder, Scope
 from asyncrl.weights.experts import unfused
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.transport import WeightReceiver
@@ -50,7 +50,7 @@ class TorchTransfer:
         self._source: TransferSource | None = None
         self._receiver: WeightReceiver | None = None
         self._staging = Staging(device)
-        self._staged: tuple[Manifest, Plan] | None = None
+        self._staged: tuple[Manifest, Scope] | None = None
         """The publish in `_staging`, until it is loaded."""
         self._deadline_s = 0.0
 
@@ -83,17 +83,17 @@ class TorchTransfer:
         self._calls.close()
 
     def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        receiver, plan, sink = self._join(source), self._decoder.plan(manifest), ParameterSink(self._targets)
-        digest = self._decoder.receive(receiver, manifest, plan, sink, timeout_s)
-        self._finish(sink, manifest, plan)
+        receiver, scope, sink = self._join(source), self._decoder.scope(manifest), ParameterSink(self._targets)
+        digest = self._decoder.receive(receiver, manifest, scope, sink, timeout_s)
+        self._finish(sink, manifest, scope)
         return digest
 
     def _stage(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         self._staged = None
-        receiver, plan = self._join(source), self._decoder.plan(manifest)
+        receiver, scope = self._join(source), self._decoder.scope(manifest)
         sink = self._staging.sink(ParameterSink(self._targets).check)
-        digest = self._decoder.receive(receiver, manifest, plan, sink, timeout_s)
-        self._staged = manifest, plan
+        digest = self._decoder.receive(receiver, manifest, scope, sink, timeout_s)
+        self._staged = manifest, scope
         return digest
 
     def _load_staged(self) -> None:
@@ -119,8 +119,8 @@ class TorchTransfer:
         for each in self._names_of[id(parameter)]:
             self._targets[each] = tensor
 
-    def _finish(self, sink: ParameterSink, manifest: Manifest, plan: Plan) -> None:
-        sink.finish(None if plan.whole else plan.names)
+    def _finish(self, sink: ParameterSink, manifest: Manifest, scope: Scope) -> None:
+        sink.finish(None if scope.whole else scope.names)
         self._decoder.applied(manifest)
 
     def _join(self, source: TransferSource) -> WeightReceiver:
