@@ -15,7 +15,7 @@ pytestmark = pytest.mark.structure
 
 PACKAGE = ROOT / "asyncrl"
 LINES = 44_200
-LINES_OF_TESTS = 40_790
+LINES_OF_TESTS = 39_970
 FILES = 463
 PROTOCOLS = 37
 REFUSALS = 131
