@@ -38,8 +38,6 @@ from asyncrl_testing.local import LocalActor
 from tests.processes import QUICKSTART
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 GROUP = GroupSummary(0, 0, (Lengths(3, 2, 2),) * 2, (0.0, 1.0), (), 2, 0)
 TRAINED = TrainMetrics(
     0.1,

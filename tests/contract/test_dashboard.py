@@ -15,7 +15,7 @@ from tests.processes import ran
 from tests.unit.test_metrics import record
 from tools.make_sick_run import write_run
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture

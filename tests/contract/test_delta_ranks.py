@@ -24,7 +24,7 @@ from tests.backends import trainer_spec
 from tests.make import needs_megatron
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 RANKS, START_S, BUCKET_BYTES = 2, 240.0, 1 << 16
 

@@ -26,7 +26,7 @@ def raises(response, row):
     raise ValueError("this reward raises")
 
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 AREAS = {"versions", "recipe", "GPUs", "shared memory", "open files", "network", "memory", "disk", "reward"}
 """Of the doctor itself; those of the plan come on top."""

@@ -24,7 +24,7 @@ from asyncrl.workers.worker_process import WorkerProcess
 from tests.processes import ran
 from tests.waiting import is_alive, until
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 ROW = PromptRow(
     (ChatMessage("user", "What is 3 + 4?"),), "7", "arithmetic", (("split", "train"),), "data/sums.jsonl:12"

@@ -9,8 +9,6 @@ import torch
 from benchmarks.gpu import STEPS, _outcome
 from tests.processes import ran
 
-pytestmark = pytest.mark.e2e
-
 
 def figures(directory):
     return [json.loads(line) for line in (directory / "figures.jsonl").read_text().splitlines()]

@@ -11,8 +11,6 @@ import pytest
 from tests.processes import ROOT
 from tests.structure.trees import tree_of
 
-pytestmark = pytest.mark.structure
-
 PACKAGE = ROOT / "asyncrl"
 LINES = 44_200
 LINES_OF_TESTS = 39_970
