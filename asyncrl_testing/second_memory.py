@@ -18,7 +18,8 @@ class SecondMemory:
     """Implements `Medium`. `unreachable`: receivers that cannot map it; `mistaken`: receivers that map other memory."""
 
     def __init__(self, nbytes: int, *, unreachable: tuple[int, ...] = (), mistaken: tuple[int, ...] = ()) -> None:
-        self._segment = SharedSegment(nbytes)
+        self._segment = SharedSegment()
+        self._segment.reserve(nbytes)
         self.data = self._segment.data
         self._unreachable = unreachable
         self._mistaken = mistaken

@@ -161,8 +161,8 @@ def _receive(receiver: WeightReceiver, decoder: Decoder, command: Receive) -> Ou
         tensors.append((name, spec.dtype, spec.shape, tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()))
 
     def receive(sink: WeightSink) -> Digest | None:
-        plan = decoder.plan(command.manifest)
-        return decoder.receive(receiver, command.manifest, plan, sink, command.timeout_s)
+        scope = decoder.scope(command.manifest)
+        return decoder.receive(receiver, command.manifest, scope, sink, command.timeout_s)
 
     started = time.monotonic()
     digest, failure = None, None

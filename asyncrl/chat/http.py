@@ -57,13 +57,9 @@ async def read_json(request: Request, *, timeout_s: float = BODY_TIMEOUT_S) -> o
         if re.search(r"\\u[dD]", text):  # half of a surrogate pair: no tokenizer accepts it
             json.dumps(value, ensure_ascii=False).encode()
     except ValueError as e:
-        raise ApiError(400, f"the body is not JSON: {_reason(e)}", code="invalid_json") from e
+        found = "it holds a lone surrogate, which is no character" if isinstance(e, UnicodeEncodeError) else str(e)
+        raise ApiError(400, f"the body is not JSON: {found}", code="invalid_json") from e
     return value
-
-
-def _reason(error: ValueError) -> str:
-    surrogate = isinstance(error, UnicodeEncodeError)
-    return "it holds a lone surrogate, which is no character" if surrogate else str(error)
 
 
 def key_of(request: Request) -> str:

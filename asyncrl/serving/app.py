@@ -38,7 +38,7 @@ from asyncrl.chat.messages import for_template, signatures, with_names
 from asyncrl.chat.reply import Dialect
 from asyncrl.data.call_splitter import CallFormat
 from asyncrl.serving.answer import Collector, Event, Question, answer
-from asyncrl.serving.bodies import ChatBodies, CompletionBodies, DialectBodies, Writer
+from asyncrl.serving.bodies import Bodies, ChatBodies, CompletionBodies, DialectBodies
 from asyncrl.serving.choice import Delta, Finished
 from asyncrl.serving.discovery import replica_path
 from asyncrl.serving.fleet import Fleet
@@ -297,7 +297,7 @@ class Api:
             raise bad_field("n", found, f"send at most {MAX_CHOICES_IN_ALL} choices in one request")
         return question
 
-    async def _respond(self, request: Request, question: Question, bodies: Writer) -> Response:
+    async def _respond(self, request: Request, question: Question, bodies: Bodies | DialectBodies) -> Response:
         events = self._events(question, deadline=request.state.deadline, start_by=request.state.start_by)
         if question.options.stream:
             # The first event decides between an answer and an error, and has version and replica for the headers.
@@ -350,7 +350,7 @@ class Api:
             metrics.request_s.observe(time.monotonic() - started)
 
     async def _stream(
-        self, bodies: Writer, first: Event, events: AsyncGenerator[Event, None]
+        self, bodies: Bodies | DialectBodies, first: Event, events: AsyncGenerator[Event, None]
     ) -> AsyncGenerator[str, None]:
         finished: list[Finished] = []
         event: Event | None = first

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.chat.fields import ApiError
 from asyncrl.chat.http import frame
@@ -24,22 +24,8 @@ _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
 
 
-class Writer(Protocol):
-    """Writes one answer, as one body or as frames of server-sent events."""
-
-    def whole(self, choices: Sequence[WholeChoice]) -> dict[str, Any]: ...
-
-    def frames(self, event: Delta | Finished) -> Iterator[str]: ...
-
-    def last(self, finished: Sequence[Finished]) -> Iterator[str]:
-        """The frames after the end of all choices."""
-        ...
-
-    def failed(self, error: ApiError) -> str: ...
-
-
 class Bodies(ABC):
-    """The bodies of one answer."""
+    """Writes one answer, as one body or as frames of server-sent events."""
 
     kind: str
     stream_kind: str
@@ -68,6 +54,7 @@ class Bodies(ABC):
             yield frame(self.delta(event))
 
     def last(self, finished: Sequence[Finished]) -> Iterator[str]:
+        """The frames after the end of all choices."""
         if self._options.include_usage:
             yield frame(self.usage(finished))
         yield DONE
@@ -207,8 +194,8 @@ class CompletionBodies(Bodies):
 
 
 class DialectBodies:
-    """The single reply to a question in a dialect. Sends pings while the model generates a call, since the stream is
-    silent then.
+    """As `Bodies`, for the single reply to a question in a dialect. Sends pings while the model generates a call, since
+    the stream is silent then.
 
     Args:
         clock: in seconds, for the intervals between pings.

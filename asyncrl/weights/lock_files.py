@@ -68,24 +68,18 @@ def publish_lock() -> tuple[str, str]:
     return f"asyncrl-weights-{socket.gethostname()}-", ".lock"
 
 
-def remove_stale_segments() -> list[Path]:
-    """Removes the shared memory of dead senders; returns the removed segments."""
-    removed = []
+def remove_stale_segments() -> None:
+    """Removes the shared memory of dead senders."""
     for path in abandoned(SHARED_MEMORY, *SEGMENT):
         path.with_suffix(".sock").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
-        removed.append(path)
         logger.info("removed shared memory of a dead weight sender: %s", path)
-    return removed
 
 
-def remove_stale_publishes(root: Path) -> list[Path]:
-    """Removes the directories of this machine's dead senders below `root`; returns them."""
-    removed = []
+def remove_stale_publishes(root: Path) -> None:
+    """Removes the directories of this machine's dead senders below `root`."""
     for lock in abandoned(root, *publish_lock()):
         shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
         # The lock goes last: until then nobody else can claim the directory.
         lock.unlink(missing_ok=True)
-        removed.append(lock.with_suffix(""))
         logger.info("removed what a dead weight sender left on disk: %s", lock.with_suffix(""))
-    return removed

@@ -157,7 +157,7 @@ class Packer:
     def _advance(self) -> None:
         self._current += 1
         expected = self.manifest.tensors[self._current]
-        asked = f"publish tensor {self._current}: {_describe(expected)}"
+        asked = f"publish tensor {self._current}: {expected.name}, {expected.dtype} {expected.shape}"
         do = "make named_weights() yield what weight_specs() lists, in the same order"
         item = next(self._weights, None)
         if item is None:
@@ -227,7 +227,3 @@ class Unpacker:
         while self._next_tensor < before:
             self._sink.write(self.manifest.tensors[self._next_tensor], 0, torch.empty(0, dtype=torch.uint8))
             self._next_tensor += 1
-
-
-def _describe(spec: TensorSpec) -> str:
-    return f"{spec.name}, {spec.dtype} {spec.shape}"

@@ -38,6 +38,7 @@ class WorkerProcess:
         self._writer: asyncio.WriteTransport | None = None
         self._reader: asyncio.ReadTransport | None = None
         self._exit_fd: int | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
         self._ready = False
         # Start it from the event loop's thread: the kernel treats the end of the starting thread as the end of the
@@ -64,7 +65,9 @@ class WorkerProcess:
         """
         spec = self._spec
         try:
-            await self._connect()
+            # Shielded: the event loop owns a pipe that it connects, and closes it if it is cancelled in between.
+            self._connecting = asyncio.create_task(self._connect(), name=f"pipes of {spec.name} {self.pid}")
+            await asyncio.shield(self._connecting)
             (sent,) = self.send([packed(Start(tuple(sys.path), spec.asked, spec.settings))])
             _, answer = await self.answer(sent, spec.start_timeout_s)
         except TimeoutError:
@@ -132,6 +135,8 @@ class WorkerProcess:
         await asyncio.shield(self._end)
 
     async def _ending(self, grace_s: float) -> None:
+        if self._connecting is not None:
+            await asyncio.wait([self._connecting])
         self._forget_exit()
         writer = self._writer or self._process.stdin
         if writer is not None:

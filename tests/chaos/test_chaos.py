@@ -13,7 +13,7 @@ from tools.chaos_driver import Driver
 from tools.chaos_faults import ROLES, Saboteur
 from tools.chaos_run import Chaos, Plan
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.timeout(1500)
 
 FAULTS = 4
 

@@ -10,8 +10,6 @@ import pytest
 
 from asyncrl.weights.transports.blocking import BlockingCalls
 
-pytestmark = pytest.mark.concurrency
-
 
 async def test_one_after_the_other_in_one_thread_while_the_loop_goes_on():
     thread, order = BlockingCalls("test"), []

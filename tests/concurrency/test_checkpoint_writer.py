@@ -15,8 +15,6 @@ from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, StorageError
 from asyncrl_testing.local import LocalActor
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 
 class Part:
     """`writing`: set while a save is under way. `go`: lets saves end. `errors`: what the next ones raise."""

@@ -21,8 +21,6 @@ from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Tra
 from tests.concurrency.test_coordinator import _short_polls as _short_polls
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 PARTS = {"weights", "kv_cache"}
 
 

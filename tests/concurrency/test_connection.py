@@ -21,8 +21,6 @@ from asyncrl.remote.actor_client import ActorClient
 from asyncrl.remote.connection import ConnectionEnded, connect, serve
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 LOCAL = "127.0.0.1"
 
 

@@ -38,8 +38,6 @@ from asyncrl_testing.local import LocalActor
 from tests.processes import QUICKSTART
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 GROUP = GroupSummary(0, 0, (Lengths(3, 2, 2),) * 2, (0.0, 1.0), (), 2, 0)
 TRAINED = TrainMetrics(
     0.1,
@@ -358,7 +356,7 @@ class _Held:
     """Publishes of `version` that wait for `go`."""
 
     def __init__(self, rig, version, error=None):
-        self.begun, self.go = _events(2)
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
         self._send, self._version, self._error = rig.trainer.send_weights, version, error
         rig.trainer.send_weights = self
 
@@ -371,15 +369,10 @@ class _Held:
         return await self._send(manifest, timeout_s)
 
 
-def _events(count):
-    return (asyncio.Event() for _ in range(count))
-
-
 async def test_a_publish_goes_on_beside_the_next_step_and_ends_before_its_commit(tmp_path):
     rig = Rig(tmp_path, "weights.overlap=true", max_steps=4)
     held = _Held(rig, 1)
-
-    trained, after = _events(2)
+    trained, after = asyncio.Event(), asyncio.Event()
 
     async def two():
         trained.set()

@@ -16,8 +16,6 @@ from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Tra
 from tests.concurrency.test_coordinator import _short_polls as _short_polls
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 
 class Control(FakeReplica):
     """A process of a replica: it answers until `dead`."""

@@ -22,8 +22,6 @@ from asyncrl_testing.local import LocalActor, publish
 from tests.concurrency.test_coordinator import QUICKSTART
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 LONG = 1_000_000
 
 

@@ -28,8 +28,6 @@ from asyncrl_testing.local import LocalReplicaChannel
 from asyncrl_testing.virtual_time import run_virtual
 from tests.concurrency.test_generation import PROMPT, check
 
-pytestmark = pytest.mark.concurrency
-
 LEAST, MOST = 2, 6
 TOKENS = 30
 

@@ -17,8 +17,6 @@ from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import NO_SOURCE, LocalReplicaChannel, Rows, publish
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 PROMPT = np.array([7, 8, 9], np.int32)
 
 

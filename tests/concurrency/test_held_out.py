@@ -19,8 +19,6 @@ from tests.concurrency.test_rollouter import Queue, Rig
 from tests.concurrency.test_rollouter import tokenizer as tokenizer
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 
 class Judged(SingleTurn):
     """Right in one response of prompt 0 and in all of prompt 1; prompt 2 raises, prompt 3 has a word for a reward."""

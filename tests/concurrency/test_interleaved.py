@@ -18,8 +18,6 @@ from tests.contract.test_tool_use import recipe_with
 from tests.environments import opened, task_of
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 PROMPT = np.array([7, 8, 9], np.int32)
 FIRST_FAKE = 7000
 """Tokens of the engine are 7000 and more, since prompts begin with 7; those that are inserted spell one character."""

@@ -16,8 +16,6 @@ from asyncrl.queue.staleness import Selection, StalenessPolicy
 from asyncrl.types import LedgerCounts, Ticket
 from tests.unit.test_staleness import is_feasible
 
-pytestmark = pytest.mark.concurrency
-
 MAX_STEPS = 100
 ENDS = ("trained", "filtered", "expired", "failed")
 

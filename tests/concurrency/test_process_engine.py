@@ -13,7 +13,7 @@ from asyncrl.types import Manifest
 from asyncrl_testing.engine_client import within
 from asyncrl_testing.local import NO_SOURCE
 
-pytestmark = [pytest.mark.concurrency, pytest.mark.asyncio]
+pytestmark = pytest.mark.asyncio
 
 
 class Processes(ProcessEngine):

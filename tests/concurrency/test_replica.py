@@ -13,8 +13,6 @@ from asyncrl.types import GenerationRequest, Manifest, SamplingParams, TokenChun
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript, fake_token
 from asyncrl_testing.local import NO_SOURCE, publish
 
-pytestmark = pytest.mark.concurrency
-
 LONG = 1_000_000
 
 

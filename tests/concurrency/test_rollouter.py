@@ -38,8 +38,6 @@ from asyncrl_testing.local import LocalActor, LocalReplicaChannel, Rows, publish
 from tests.processes import QUICKSTART
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 HINT = np.array([4, 3], np.int32)
 """What the environment says between the two turns of `TwoTurns`."""
 

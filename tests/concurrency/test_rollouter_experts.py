@@ -14,8 +14,6 @@ from asyncrl_testing.local import publish
 from tests.concurrency.test_rollouter import HINT, Queue, Rig, ended, resumed, tokenizer
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 __all__ = ["tokenizer"]  # a fixture
 
 REPLAY = "trainer.router_replay=rollout"

@@ -10,8 +10,6 @@ from asyncrl_testing.local import LocalReplicaChannel, Rows
 from tests.concurrency.test_rollouter import Queue, Rig, ended, tokenizer
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 __all__ = ["tokenizer"]  # a fixture
 
 TEACHER = ("algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false")

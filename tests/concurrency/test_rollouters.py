@@ -15,8 +15,6 @@ from asyncrl.types import EvalResult, ReplicaRow, ReplicaTable, RolloutStats
 from asyncrl_testing.local import LocalActor, Rows
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
 
 def died(process=ROLLOUTER):
     return ProcessDied("it is gone").of(process)

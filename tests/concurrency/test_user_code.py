@@ -25,9 +25,6 @@ from tests.concurrency.test_rollouter import Queue, Rig
 from tests.concurrency.test_rollouter import tokenizer as tokenizer
 from tests.waiting import until
 
-pytestmark = pytest.mark.concurrency
-
-
 HELD_OUT = "held_out.jsonl:1"
 
 

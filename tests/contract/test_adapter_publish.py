@@ -15,7 +15,7 @@ from asyncrl_testing.random_model import random_qwen3, write_random_qwen3
 from asyncrl_testing.weight_swap_suite import Part, check_recomputed
 from tests.engines import running, sglang_engine, torch_engine, vllm_engine
 
-pytestmark = [pytest.mark.contract, pytest.mark.asyncio]
+pytestmark = pytest.mark.asyncio
 
 RANK = 4
 

@@ -11,8 +11,6 @@ from asyncrl.errors import GenerationError
 from tests.contract.test_tool_use import recipe_with, text_of
 from tests.environments import ADD, ScriptedSession, assert_exact, call_text, chat_with, play, task_of
 
-pytestmark = pytest.mark.contract
-
 TOOLS = [ADD]
 
 

@@ -25,7 +25,7 @@ from tests.server_process import free_port
 from tests.unit.test_recipes import ROOT
 from tests.waiting import is_alive, until, wait_until
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 CALCULATOR = ROOT / "recipes" / "agents" / "calculator.py"
 IMAGE = "python:3.12-slim"

@@ -32,10 +32,7 @@ from asyncrl.trainer.fsdp.stored_state import StoredState
 from asyncrl.trainer.fsdp.training_state import FsdpCheckpoint
 from asyncrl.types import LedgerCounts
 
-pytestmark = [
-    pytest.mark.contract,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 WEIGHTS = {"model.a": torch.arange(12.0).reshape(3, 4), "model.b": torch.ones(5, dtype=torch.bfloat16)}
 

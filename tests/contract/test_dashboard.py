@@ -15,7 +15,7 @@ from tests.processes import ran
 from tests.unit.test_metrics import record
 from tools.make_sick_run import write_run
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture
@@ -128,8 +128,7 @@ def test_what_a_crash_or_a_missing_network_kept_from_wandb_is_sent_later(server,
     write(path, 4, 12, "killed", server=server, home=tmp_path)  # went back to a checkpoint of step 3
     write(path, 10, 15, "as usual", server=None, home=tmp_path)  # and was resumed where there is no network
     assert there(run.rows) != truth(path)
-    done = dashboard("sync", path, server=server, home=tmp_path)
-    assert done.returncode == 0, done.stderr
+    dashboard("sync", path, server=server, home=tmp_path)
     assert there(run.rows) == truth(path)
     assert list(server.runs) == [run.name], "it is the same run"
     again = dashboard("sync", path, server=server, home=tmp_path)
@@ -154,9 +153,7 @@ def test_sync_says_what_it_needs(tmp_path):
         (["sync", tmp_path], "config.json"),
         (["sync", run_directory(tmp_path / "run")], "nobody is logged in"),
     ):
-        refused = dashboard(*words, home=tmp_path)
-        assert refused.returncode == 2
-        assert named in refused.stderr
+        assert named in dashboard(*words, home=tmp_path, code=2).stderr
 
 
 def test_tensorboard_is_made_anew_from_the_metrics(tmp_path):
@@ -167,8 +164,7 @@ def test_tensorboard_is_made_anew_from_the_metrics(tmp_path):
     config["recipe"]["observability"] = {"sinks": ["tensorboard"], "wandb_project": "p"}
     (path / "config.json").write_text(json.dumps(config))
     for _ in range(2):
-        done = dashboard("sync", path, home=tmp_path)
-        assert done.returncode == 0, done.stderr
+        dashboard("sync", path, home=tmp_path)
     read = EventAccumulator(str(path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     from tensorboard.util.tensor_util import make_ndarray
 

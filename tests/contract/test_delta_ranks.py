@@ -24,7 +24,7 @@ from tests.backends import trainer_spec
 from tests.make import needs_megatron
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 RANKS, START_S, BUCKET_BYTES = 2, 240.0, 1 << 16
 
@@ -94,7 +94,7 @@ def publish_on_a_rank(root, rank, world_size, path, backend, beside):
             nonlocal receiver
             receiver = receiver or build_receiver(source)
             sink = AssemblingSink(tensors.__setitem__)
-            found.append(decoder.receive(receiver, manifest, decoder.plan(manifest), sink, 120.0))
+            found.append(decoder.receive(receiver, manifest, decoder.scope(manifest), sink, 120.0))
 
         receiving = threading.Thread(target=receive)
         if rank == 0:

@@ -4,15 +4,11 @@ import json
 import os
 import re
 
-import pytest
-
 from asyncrl.config.recipe import Recipe
 from asyncrl.types.metrics import metric_of
 from tests.conftest import ROOT
 from tests.processes import ran
 from tools.document import keys_of
-
-pytestmark = pytest.mark.contract
 
 GUIDES = ("tuning", "concepts", "cluster", "quickstart")
 OPEN_ENDED = ("rollout.vllm.engine_args.", "rollout.sglang.server_args.")

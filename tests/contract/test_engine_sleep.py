@@ -18,8 +18,6 @@ from asyncrl_testing.publishing import Publisher
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 from tests.engines import running, torch_engine
 
-pytestmark = pytest.mark.contract
-
 MIB = 1 << 20
 
 

@@ -13,7 +13,7 @@ from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from tests.engines import SharedEngine, torch_engine
 
-pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 class TestFakeEngine(EngineConformance):

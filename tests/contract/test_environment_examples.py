@@ -3,14 +3,10 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from asyncrl.environments.agent import AgentEnvironment
 from asyncrl.environments.tools import build_tools
 from tests.contract.test_tool_use import recipe_with
 from tests.environments import ScriptedSession, assert_exact, chat_with, opened, task_of
-
-pytestmark = pytest.mark.contract
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

@@ -16,8 +16,6 @@ from tests.contract.test_tool_use import recipe_with
 from tests.environments import ScriptedSession, call_text, chat_with, opened, task_of
 from tests.unit.test_recipes import ROOT
 
-pytestmark = pytest.mark.contract
-
 AGENT = f"rollout.agent.function={calls_a_tool.__module__}:{calls_a_tool.__name__}"
 
 

@@ -25,8 +25,6 @@ from asyncrl.trainer.fsdp.sharded_state import save
 from asyncrl_testing.random_model import random_qwen3
 from tests.contract.export_ranks import RANKS, rank_main
 
-pytestmark = pytest.mark.contract
-
 
 def trained():
     """The weights that a trainer would have made: other ones than those of the model directory."""

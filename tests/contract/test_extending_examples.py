@@ -7,8 +7,6 @@ import pytest
 
 from tests.processes import ROOT, ran
 
-pytestmark = pytest.mark.contract
-
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
 
 CHOSEN = {

@@ -20,10 +20,7 @@ from asyncrl.driver.cluster.fork_server import SOCKET_VARIABLE, WORKER, ForkServ
 from tests.processes import ROOT, ran
 from tests.waiting import is_alive, wait_until
 
-pytestmark = [
-    pytest.mark.contract,
-    pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
 
 CHILD = """
 import atexit, json, os, random, resource, sys

@@ -12,7 +12,7 @@ from tests.environments import ScriptedSession, assert_exact, chat_with, play, t
 from tests.waiting import until
 
 pytest.importorskip("gymnasium", reason="the package gymnasium is not installed: pip install 'asyncrl[gymnasium]'")
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 GUESS = {"id": "tests.gymnasium_environments:Guess-v0", "workers": 1, "step_timeout_s": 30}
 LAKE = {"id": "FrozenLake-v1", "kwargs": {"render_mode": "ansi", "is_slippery": False}, "workers": 1}

@@ -8,9 +8,6 @@ import pytest
 
 from tests.processes import ran
 
-pytestmark = pytest.mark.contract
-
-
 TOKENIZER = "the tokenizer of the model org/none"
 
 

@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError, DataError
 from tests.environments import QWEN, tokenizer_with
 from tests.unit.test_recipes import ROOT
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 KEYS = known_keys()
 SECTIONS = sorted({key.rpartition(".")[0] for key in KEYS if "." in key})

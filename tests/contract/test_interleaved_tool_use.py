@@ -13,8 +13,6 @@ from asyncrl.errors import ConfigError
 from tests.contract.test_tool_use import Shouts, recipe_with, text_of
 from tests.environments import PLAIN, QWEN, ScriptedSession, assert_exact, chat_with, task_of, tokenizer_with
 
-pytestmark = pytest.mark.contract
-
 SETTINGS = "rollout.interleaved_tool_use"
 INTERLEAVED = "rollout.environment=interleaved_tool_use"
 

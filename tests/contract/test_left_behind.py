@@ -21,8 +21,6 @@ from asyncrl.weights.lock_files import SEGMENT, SHARED_MEMORY
 from tests.processes import killed
 from tests.waiting import is_alive, wait_until
 
-pytestmark = pytest.mark.contract
-
 DRIVER = """
 import os, pathlib, subprocess, sys, time
 from asyncrl.driver.cluster.janitor import Janitor, RUN_VARIABLE

@@ -18,7 +18,7 @@ from tests.unit.test_recipes import ROOT
 from tests.waiting import is_alive, until
 
 pytest.importorskip("mcp", reason="the package mcp is not installed: pip install 'asyncrl[mcp]'")
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 SERVER = str(ROOT / "tests" / "mcp_tools.py")
 

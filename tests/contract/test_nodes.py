@@ -8,9 +8,6 @@ from asyncrl.driver.cluster import nodes
 from asyncrl.driver.cluster.nodes import spans, usable_nodes
 from tests.processes import ran
 
-pytestmark = pytest.mark.contract
-
-
 PREPARE = """
 import os, sys
 from pathlib import Path

@@ -15,7 +15,7 @@ from tests.unit.test_recipes import ROOT
 
 WHY = "openenv is not installed: pip install 'asyncrl[openenv]', in an environment of its own"
 pytest.importorskip("openenv.core.generic_client", reason=WHY)
-pytestmark = [pytest.mark.contract, pytest.mark.environments, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.environments, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, RunFailed
 from tests.processes import QUICKSTART
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.contract, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ANSWER_S = 120.0
 

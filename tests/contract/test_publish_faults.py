@@ -34,12 +34,7 @@ from tests.backends import trainer_spec
 from tests.forks import fork_server
 from tests.waiting import is_alive, until
 
-pytestmark = [
-    pytest.mark.contract,
-    pytest.mark.slow,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024}
 PROMPT = [5, 9, 2, 17, 33]

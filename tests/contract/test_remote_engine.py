@@ -28,7 +28,7 @@ from asyncrl_testing.scripted_vllm import ScriptedVllm, facts_with
 from tests.engines import running
 from tests.waiting import until
 
-pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = ModelConfig(path="m")
 PROMPT = np.array([5, 6], np.int32)

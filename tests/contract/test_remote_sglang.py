@@ -15,12 +15,7 @@ from tests.engines import EngineOfAServer, remote_engine
 from tests.make import require_sglang
 from tests.sglang_server import SglangServer
 
-pytestmark = [
-    pytest.mark.contract,
-    pytest.mark.sglang,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 SETTINGS = {"max_num_seqs": 32, "weights": "reload"}

@@ -14,7 +14,7 @@ from tests.engines import EngineOfAServer, remote_engine
 from tests.make import require_vllm
 from tests.vllm_server import VllmServer
 
-pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

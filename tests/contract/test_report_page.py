@@ -17,11 +17,7 @@ QUIET = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--virtual-time-budget=5000",
 )  # fmt: skip
 
-pytestmark = [
-    pytest.mark.contract,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"), pytest.mark.timeout(400)]
 
 
 def dom_of(page, profile, script="", *, window="1200,900"):

@@ -9,7 +9,7 @@ from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards import build_reward
 from tests.contract.test_reward_code_programs import result_of
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, [7]], "fn_name": "add"}

@@ -12,7 +12,7 @@ from asyncrl.config.rewards import CodeRewardConfig, RewardConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards import RewardFunction, RewardResult, build_reward
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 LCB = {"input": "1\n2", "output": "3", "testtype": "functional"}
 CALLED = {

@@ -10,7 +10,7 @@ from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards.reward_pool import RewardPool
 from tests.environments import chat_with, opened
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 ROW = PromptRow((ChatMessage("user", "What is 3 + 4?"),), "7", "arithmetic", (), "data/sums.jsonl:12")
 

@@ -24,7 +24,7 @@ from asyncrl.workers.worker_process import WorkerProcess
 from tests.processes import ran
 from tests.waiting import is_alive, until
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 ROW = PromptRow(
     (ChatMessage("user", "What is 3 + 4?"),), "7", "arithmetic", (("split", "train"),), "data/sums.jsonl:12"
@@ -188,7 +188,8 @@ async def test_a_worker_imports_nothing_heavy(make, module):
 
 
 async def test_it_runs_below_uvloop_too(module):
-    """Ray's actors have such a loop where the package is installed."""
+    """Ray's actors have such a loop where the package is installed. It owns a pipe as soon as it begins to connect it:
+    a start that is cancelled there must not close the pipe a second time."""
     pytest.importorskip("uvloop")
     script = f"""
 import asyncio, sys, uvloop
@@ -201,6 +202,14 @@ async def main():
     asked = [pool.score(what, ROW) for what in ("exit", "regex", "forked", "plain")]
     print([type(o).__name__ for o in await asyncio.gather(*asked, return_exceptions=True)])
     await pool.close()
+    for number in range(6):
+        pool = RewardPool(RewardConfig(function="{module}:length"))
+        starting = asyncio.create_task(pool.start())
+        for _ in range(number):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await pool.close()
 uvloop.run(main())
 """
     done = await asyncio.to_thread(ran, "-c", script, timeout_s=40)

@@ -12,7 +12,7 @@ from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import DeadlineExceeded, ProcessDied
 from asyncrl.rewards import RewardResult, build_reward
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 ROW = PromptRow((ChatMessage("user", "2+2?"),), "4", "sums", (("level", "1"),), "f:1")
 GOOD = json.dumps({"reward": 0.5, "parts": {"style": 1}}).encode()

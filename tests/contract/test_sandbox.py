@@ -18,7 +18,6 @@ from asyncrl.workers.sandbox import SandboxLimits, _result, protection, require_
 from tests.processes import assert_gone, ran
 
 pytestmark = [
-    pytest.mark.contract,
     pytest.mark.timeout(180),
     pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part of it is Linux's"),
 ]

@@ -18,8 +18,6 @@ from asyncrl_testing.local import publish
 from tests.serving import ASK, REPLY, GatedTokenizer, byte_tokenizer, serving
 from tests.waiting import until
 
-pytestmark = pytest.mark.contract
-
 JSON = {"content-type": "application/json"}
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
 

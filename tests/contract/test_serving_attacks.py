@@ -20,8 +20,6 @@ from tests.processes import ROOT
 from tests.serving import ASK, serving
 from tests.waiting import until
 
-pytestmark = pytest.mark.contract
-
 BIG = {"prompt": [[7] * 500] * 8, "n": 64, "max_tokens": 1, "return_token_ids": True}
 """The answer has a megabyte."""
 LONG = {"prompt": "x", "n": 32, "max_tokens": 400, "ignore_eos": True, "stream": True, "return_token_ids": True}

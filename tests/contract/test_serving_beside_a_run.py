@@ -25,8 +25,6 @@ from asyncrl_testing.local import LocalReplicaChannel, Rows, publish
 from tests.serving import byte_tokenizer
 from tests.waiting import until
 
-pytestmark = pytest.mark.contract
-
 SLOTS, SHARE = 10, 0.2
 FIRST_LETTER = 65
 

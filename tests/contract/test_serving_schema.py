@@ -5,11 +5,7 @@ import asyncio
 import os
 import sys
 
-import pytest
-
 from tests.serving import serving
-
-pytestmark = pytest.mark.contract
 
 KEY = "Authorization: Bearer secret"
 EXAMPLES = 8

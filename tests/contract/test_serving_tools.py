@@ -9,8 +9,6 @@ from asyncrl.data.tool_calls import written
 from tests.environments import ADD, QWEN
 from tests.serving import ASK, REFUSED_SCHEMA, byte_tokenizer, serving
 
-pytestmark = pytest.mark.contract
-
 TOOL = ADD
 LONG = {"max_model_len": 4096}
 SIMPLE = (

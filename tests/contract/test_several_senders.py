@@ -11,8 +11,6 @@ from tests.contract.test_transfer_faults import Group
 from tests.contract.test_transfer_faults import hold as hold
 from tests.contract.test_transfer_faults import receivers as receivers
 
-pytestmark = pytest.mark.contract
-
 FIRSTS = (0, 4)
 """The second sender sends layer.4 and all after it."""
 

@@ -7,7 +7,7 @@ import pytest
 from tests.engines import SharedEngine, sglang_engine
 from tests.make import require_sglang
 
-pytestmark = [pytest.mark.contract, pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module")]
 
 SIZES = {"max_running_requests": 32, "stream_interval": 1, "max_total_tokens": 1 << 15}
 

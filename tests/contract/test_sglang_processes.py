@@ -23,7 +23,7 @@ from tests.make import require_sglang
 from tests.processes import ROOT, assert_gone, killed
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.contract, pytest.mark.sglang]
+pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module", autouse=True)

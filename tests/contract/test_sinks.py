@@ -12,8 +12,6 @@ from tests.processes import ran
 from tests.unit.test_metrics import record
 from tests.unit.test_recipes import QUICKSTART
 
-pytestmark = pytest.mark.contract
-
 
 @pytest.fixture
 def nobody(tmp_path, monkeypatch):

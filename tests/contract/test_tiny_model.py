@@ -20,8 +20,6 @@ from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_id
 from tools import make_tiny_model
 from tools.arithmetic import LEVELS, make_problems
 
-pytestmark = pytest.mark.contract
-
 
 def run_tool(*arguments: str) -> CompletedProcess[str]:
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:

@@ -16,8 +16,6 @@ from asyncrl.errors import ConfigError, ProcessDied
 from tests.environments import opened
 from tests.waiting import is_alive, until
 
-pytestmark = pytest.mark.contract
-
 
 class Odd:
     """Does what a tool should not."""

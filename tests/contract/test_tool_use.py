@@ -8,8 +8,6 @@ from asyncrl.errors import ConfigError
 from tests.environments import PLAIN, ScriptedSession, assert_exact, call_text, chat_with, task_of
 from tests.unit.test_recipes import ROOT
 
-pytestmark = pytest.mark.contract
-
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
 

@@ -10,8 +10,6 @@ from tests.backends import fsdp_backend, megatron_backend, plain_backend, traine
 from tests.make import needs_megatron
 from tests.numerics.conftest import process_group as process_group
 
-pytestmark = pytest.mark.contract
-
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):

@@ -47,7 +47,7 @@ from tests.forks import fork_server
 from tests.make import needs_megatron
 from tests.waiting import is_alive, until, wait_until
 
-pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 START_S = 120
 BUCKET_BYTES = 1 << 16

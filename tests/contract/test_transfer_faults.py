@@ -50,8 +50,6 @@ from asyncrl_testing.transport_rig import (
 )
 from asyncrl_testing.transport_sender import EXIT_OF_SIGTERM, Open, Send, SenderProcess, Sent, weights_of
 
-pytestmark = pytest.mark.contract
-
 torch.set_num_threads(1)
 
 # torch's TCPStore looks up the names of its peers' addresses; where nothing answers, the resolver waits 5 s by default.

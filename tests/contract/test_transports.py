@@ -40,8 +40,6 @@ from asyncrl_testing.transport_lifecycle_suite import TransportLifecycleSuite
 from asyncrl_testing.transport_rig import BUCKET_BYTES, Rig, Worker, many_weights, plain_weights
 from asyncrl_testing.transport_suite import TransportSuite
 
-pytestmark = pytest.mark.contract
-
 torch.set_num_threads(1)
 
 # torch's TCPStore looks up the names of its peers' addresses; where nothing answers, the resolver waits 5 s by default.

@@ -13,7 +13,7 @@ from tests.unit.test_recipes import ROOT
 
 WHY = "verifiers is not installed: pip install 'asyncrl[verifiers]', in an environment of its own"
 pytest.importorskip("verifiers.v1", reason=WHY)
-pytestmark = [pytest.mark.contract, pytest.mark.environments, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.environments, pytest.mark.timeout(400)]
 
 DOUBLING = {"taskset": {"id": "doubling-taskset"}, "agent": {"runtime": {"type": "subprocess"}}}
 

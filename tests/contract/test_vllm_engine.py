@@ -15,7 +15,7 @@ from asyncrl_testing.random_model import write_random_qwen3
 from tests.engines import SharedEngine, running, vllm_engine
 from tests.serving import byte_tokenizer
 
-pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 class TestVllmEngine(SharedEngine):

@@ -33,7 +33,7 @@ from tests.engines import running, started, vllm_engine
 from tests.make import require_vllm
 from tests.processes import ROOT, assert_gone, killed
 
-pytestmark = [pytest.mark.contract, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SHAPE = {"tie_word_embeddings": False, "num_hidden_layers": 2}
 PROMPT = (5, 6, 7, 8)

@@ -23,8 +23,6 @@ from tests.conftest import ROOT
 from tests.engines import running, vllm_engine
 from tests.make import require_vllm
 
-pytestmark = pytest.mark.contract
-
 SHAPE = {"tie_word_embeddings": False, "num_hidden_layers": 2}
 BUCKET = 1 << 16
 QUANTIZATION = "fp8_per_channel"

@@ -11,8 +11,6 @@ import torch
 from asyncrl.errors import WeightTransferError
 from tests.make import require_vllm
 
-pytestmark = pytest.mark.contract
-
 HIDDEN, INNER, VOCABULARY = 256, 1024, 1100
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.e2e.conftest import ALERT, SMALL, assert_audited, assert_sound, events
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 COLOCATED = "placement=colocated"
 SHORT = "trainer.step_timeout_s=120", "weights.publish_timeout_s=60"

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.conftest import ALERT, ROOT, SMALL, events, finish, two_nodes
 from tests.processes import ran
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def scale(run, *words):

@@ -10,7 +10,7 @@ from asyncrl.audit import audit_run
 from asyncrl.data.dataset import load_rows
 from tests.processes import ran
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 KEYS = (
     "batch.groups_per_step=4",

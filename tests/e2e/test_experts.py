@@ -10,7 +10,7 @@ from asyncrl_testing.random_model import random_qwen3_moe
 from tests.e2e.conftest import ROOT, SMALL, assert_sound
 from tests.make import needs_megatron
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from asyncrl.errors import GenerationError
 from asyncrl.loop import GROUP_SIZE, GROUPS_PER_STEP, Loop, main
 from tests.e2e.conftest import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("inputs")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("inputs")]
 
 NOT_NEEDED = ("ray", "vllm", "sglang", "megatron", "omegaconf", "asyncrl.config.recipe", "asyncrl.driver")
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.e2e.conftest import ALERT, SMALL, assert_audited, two_nodes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 START_S = 60
 SOON = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}

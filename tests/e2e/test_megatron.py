@@ -10,7 +10,6 @@ from tests.e2e.conftest import ALERT, ROOT, SMALL, assert_audited, assert_sound,
 from tests.make import needs_megatron
 
 pytestmark = [
-    pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     needs_megatron,

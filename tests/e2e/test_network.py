@@ -15,7 +15,7 @@ from asyncrl_testing.strangers import listeners
 from tests.e2e.conftest import SMALL
 from tests.processes import ran
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.cluster_resources())"
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.conftest import ALERT, ROOT, SMALL, assert_audited, events, finish
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", params=["teacher", "judge"])

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.conftest import SMALL
 from tests.processes import ran
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_probe_measures_a_run_and_predicts_it(inputs, tmp_path):

@@ -16,7 +16,7 @@ from asyncrl.weights.lock_files import SHARED_MEMORY
 from asyncrl_testing.transport_rig import files_in
 from tests.e2e.conftest import ROOT, SMALL, assert_sound, events, finish
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_it_learns_bounded_and_lossless_and_goes_on_after_a_signal(start, capsys, monkeypatch):

@@ -7,7 +7,7 @@ from tests.vllm_server import VllmServer
 
 pytest.importorskip("vllm", reason="needs the package vllm: make install-vllm", exc_type=ImportError)
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from tests.e2e.conftest import ROOT, assert_it_outlives_its_server
 from tests.sglang_server import SglangServer
 
 pytestmark = [
-    pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.sglang,
     pytest.mark.timeout(1200),

@@ -15,7 +15,6 @@ from tests.e2e.test_serve import MODEL, Server
 from tests.e2e.test_tool_use import assert_agents_ran, assert_calls_were_answered
 
 pytestmark = [
-    pytest.mark.e2e,
     pytest.mark.sglang,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs the package sglang: make test-sglang"),

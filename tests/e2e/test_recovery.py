@@ -22,7 +22,7 @@ from tests.e2e.conftest import (
 from tests.e2e.conftest import SMALL as SMALL_RUN
 from tests.e2e.faulty import ESCAPES
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 SMALL = (*SMALL_RUN, *ALERT)
 NAMES = {"TrainerWorker": "trainer rank 0", "MessageQueue": "message queue"}

@@ -19,8 +19,6 @@ from asyncrl.commands import serve as serve_command
 from tests.e2e.conftest import ROOT
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.e2e
-
 MODEL = "runs/tiny-qwen3"
 
 

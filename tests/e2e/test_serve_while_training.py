@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.conftest import SMALL, finish
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 MODEL = "runs/tiny-qwen3"
 PUBLISH_TIMEOUT_S = 60

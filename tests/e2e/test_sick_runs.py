@@ -9,7 +9,7 @@ import pytest
 from asyncrl.commands.report import main
 from tests.e2e.conftest import SMALL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NO_CHECKPOINTS = "checkpoint.every_steps=0"
 OLD = "staleness.max_lag=4", "staleness.pacing=eager"

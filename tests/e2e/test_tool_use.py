@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.conftest import ROOT, SMALL, assert_sound, below, made_tool_task
 from tests.server_process import listening
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("recipe", ["tool_use", "agent"])

@@ -12,7 +12,7 @@ import pytest
 
 from tests.processes import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TEXT = (ROOT / "docs" / "your_own_task.md").read_text()
 FILES = {m[1]: m[2] for m in re.finditer(r"```(?:python|yaml)\n# (mytask/\S+)\n(.*?)```", TEXT, re.DOTALL)}

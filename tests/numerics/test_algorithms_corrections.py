@@ -13,8 +13,6 @@ from asyncrl.config.algorithm_parts import CORRECTIONS
 from asyncrl.errors import ConfigError
 from tests.numerics.losses import draw
 
-pytestmark = pytest.mark.numerics
-
 
 def build(name, ratio, low=0.0, high=2.0):
     config = AlgorithmConfig(ratio=ratio)

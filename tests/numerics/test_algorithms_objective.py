@@ -19,9 +19,6 @@ from asyncrl.types import GroupSummary, LeaseManifest, Lengths
 from tests.numerics.losses import Tokens, draw, slopes
 from tests.processes import QUICKSTART
 
-pytestmark = pytest.mark.numerics
-
-
 WEIGHING = [name for name, spec in CORRECTIONS.items() if spec.weighs]
 BOUNDS = {"icepop": (0.5, 1.8), "geometric_rejection": (0.8, 1.2), "off_policy_mask": (0.0, 0.1)}
 

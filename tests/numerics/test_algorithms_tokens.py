@@ -15,8 +15,6 @@ from asyncrl.algorithms.returns import discounted_returns, token_rewards, whiten
 from asyncrl.algorithms.value_loss import value_clipped, value_loss
 from tests.numerics.losses import draw, slopes
 
-pytestmark = pytest.mark.numerics
-
 SIZES = (1, 7, 30, 2, 1, 25, 40)
 
 

@@ -20,7 +20,7 @@ from asyncrl.types import LeaseManifest, Segment, Trajectory, TrajectoryGroup
 from asyncrl_testing.backend_suite import VOCAB_SIZE, weights_of, write_model
 from tests.numerics.one_rank import build
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
+pytestmark = pytest.mark.usefixtures("process_group")
 
 LOW, HIGH = 0.2, 0.28
 FIXED = 16

@@ -25,11 +25,7 @@ from tests.make import needs_megatron
 from tests.numerics.test_fsdp_ranks import assert_close_metrics
 from tests.numerics.test_megatron_layouts import BUDGET, DEADLINE_S, spec_of, write_models
 
-pytestmark = [
-    pytest.mark.numerics,
-    needs_megatron,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = [needs_megatron, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 LEASES = [random_lease(40 + step, step=step) for step in range(4)]
 PPO = {"advantage": "gae", "critic": CriticConfig(lr=1e-3)}

@@ -12,8 +12,6 @@ from asyncrl.config.algorithm import AlgorithmConfig, DistillationConfig
 from asyncrl.types.metrics import Metric
 from tests.numerics.losses import draw
 
-pytestmark = pytest.mark.numerics
-
 VOCABULARY = 30
 UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e6}
 

@@ -16,8 +16,6 @@ from asyncrl.types.metrics import Metric
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, write_model
 from tests.numerics import one_rank
 
-pytestmark = pytest.mark.numerics
-
 N, V = 20, 30
 
 

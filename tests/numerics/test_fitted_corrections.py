@@ -18,8 +18,6 @@ from asyncrl.config.algorithm_parts import CORRECTIONS
 from asyncrl.errors import ConfigError
 from tests.numerics.losses import draw, slopes
 
-pytestmark = pytest.mark.numerics
-
 WEIGHING = [name for name, spec in CORRECTIONS.items() if spec.weighs]
 
 

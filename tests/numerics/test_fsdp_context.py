@@ -19,7 +19,7 @@ from asyncrl_testing.rank_processes import run_ranks
 from tests.numerics import one_rank
 from tests.numerics.test_fsdp_ranks import FITTED, PPO, assert_close_metrics, assert_close_weights, build
 
-pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.usefixtures("process_group")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_group")]
 
 DEADLINE_S = 300
 LEASES = [random_lease(80 + step, step=step) for step in range(3)]

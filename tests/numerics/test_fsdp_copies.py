@@ -13,7 +13,7 @@ from asyncrl_testing.backend_suite import random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
 from tests.numerics.test_fsdp_ranks import assert_close_metrics, assert_close_weights, build, uneven
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
+pytestmark = pytest.mark.usefixtures("process_group")
 
 RANKS, DEADLINE_S = 4, 240
 LEASES = [random_lease(60 + step, step=step) for step in range(3)]

@@ -36,7 +36,7 @@ from asyncrl_testing.backend_suite import random_lease, weights_of
 from tests.numerics import one_rank
 from tests.numerics.one_rank import CPU
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
+pytestmark = pytest.mark.usefixtures("process_group")
 
 SIZES = {**one_rank.SIZES, "initializer_range": 0.2, "max_position_embeddings": 128}
 MODELS = {

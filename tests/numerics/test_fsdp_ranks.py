@@ -22,8 +22,6 @@ from asyncrl_testing.rank_processes import run_ranks
 from tests.backends import fsdp_backend, trainer_spec
 from tests.numerics.one_rank import SIZES
 
-pytestmark = pytest.mark.numerics
-
 RANKS = 2
 DEADLINE_S = 240
 LEASES = [random_lease(20 + step, step=step) for step in range(3)]

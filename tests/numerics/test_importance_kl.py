@@ -11,8 +11,6 @@ from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
 from asyncrl.errors import ConfigError
 from tests.numerics.losses import draw, slopes
 
-pytestmark = pytest.mark.numerics
-
 EVERY = torch.ones(30, dtype=torch.bool)
 
 

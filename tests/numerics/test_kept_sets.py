@@ -14,7 +14,7 @@ from asyncrl_testing.backend_suite import write_model
 from asyncrl_testing.engine_suite import Client, complete, make_request
 from tests.numerics.one_rank import build, embedded_engine, leased, trajectory_of
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
+pytestmark = pytest.mark.usefixtures("process_group")
 
 N, V, K = 12, 30, 7
 FILTERS = {"top_k": 6, "top_p": 0.8, "temperature": 0.7}

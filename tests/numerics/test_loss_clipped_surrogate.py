@@ -11,8 +11,6 @@ from asyncrl.algorithms.clipped_surrogate import ClippedSurrogate
 from asyncrl.config.algorithm import AlgorithmConfig
 from tests.numerics.losses import draw, slopes
 
-pytestmark = pytest.mark.numerics
-
 LOW, HIGH = 0.2, 0.28
 
 

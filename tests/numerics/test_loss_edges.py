@@ -10,8 +10,6 @@ from asyncrl.config.algorithm import AlgorithmConfig, SapoConfig
 from asyncrl.config.algorithm_parts import LOSSES
 from tests.numerics.losses import draw
 
-pytestmark = pytest.mark.numerics
-
 SAPO = SapoConfig(temperature_positive=0.8)
 CONFIGS = {
     name: AlgorithmConfig(loss=name, clip_low=0.2, clip_high=0.28, dual_clip=3.0 * spec.has_dual_clip, sapo=SAPO)

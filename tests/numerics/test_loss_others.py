@@ -12,8 +12,6 @@ from asyncrl.config.algorithm import AlgorithmConfig, DppoConfig
 from asyncrl.errors import ConfigError
 from tests.numerics.losses import draw, slopes
 
-pytestmark = pytest.mark.numerics
-
 
 def clip(r, low, high):
     return np.minimum(np.maximum(r, 1 - low), 1 + high)

@@ -5,8 +5,6 @@ import torch
 
 from asyncrl.trainer.token_logprobs import LogitRules, token_logprobs
 
-pytestmark = pytest.mark.numerics
-
 N, D, V = 37, 16, 51
 
 

@@ -22,11 +22,7 @@ from tests.make import needs_megatron
 from tests.numerics import test_fsdp_ranks
 from tests.numerics.test_fsdp_ranks import PPO
 
-pytestmark = [
-    pytest.mark.numerics,
-    pytest.mark.slow,
-    needs_megatron,
-]
+pytestmark = [pytest.mark.slow, needs_megatron]
 
 DEADLINE_S = 280
 LEASES = [random_lease(60 + step, step=step) for step in range(3)]

@@ -14,10 +14,7 @@ from tests.backends import megatron_backend
 from tests.make import needs_megatron
 from tests.numerics.test_megatron_layouts import spec_of, write_models
 
-pytestmark = [
-    pytest.mark.numerics,
-    needs_megatron,
-]
+pytestmark = needs_megatron
 
 KINDS = ("qwen3", "qwen2", "llama", "mixture", "shared")
 LAYOUTS = {

@@ -7,8 +7,6 @@ import pytest
 from asyncrl_testing.memory_tracker import tracked_peak
 from benchmarks.memory import LAYOUTS, announced
 
-pytestmark = pytest.mark.numerics
-
 FEW_LAYERS = 6
 SHORT = [
     replace(layout, config={**layout.config, "num_hidden_layers": FEW_LAYERS})

@@ -17,8 +17,6 @@ from asyncrl.trainer.packed_attention import packed_attention
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl_testing.random_model import random_qwen3
 
-pytestmark = pytest.mark.numerics
-
 CPU = torch.device("cpu")
 HEADS, HEAD_SIZE = 4, 8
 ORDERS = {"sorted": lambda lengths: sorted(lengths, reverse=True), "mixed": list}

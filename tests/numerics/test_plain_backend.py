@@ -15,7 +15,7 @@ from tests.backends import fsdp_backend
 from tests.processes import QUICKSTART
 from tools.make_tiny_model import Settings, build_model, build_tokenizer
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
+pytestmark = pytest.mark.usefixtures("process_group")
 
 PPO = [
     "algorithm.advantage=gae",

@@ -16,9 +16,7 @@ from asyncrl_testing.served_weights_suite import BUCKET_BYTES, assert_serves, pu
 from tests.make import require_vllm
 from tests.vllm_server import VllmServer
 
-pytestmark = [
-    pytest.mark.numerics, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("process_group"),
-]  # fmt: skip
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("process_group"), ]  # fmt: skip
 
 TWO = ["--tensor-parallel-size", "2"]
 LAYOUTS = {

@@ -16,7 +16,7 @@ from asyncrl_testing.random_model import random_qwen3_moe, write_random_qwen3
 from tests.numerics import one_rank
 from tests.numerics.one_rank import plan_of
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
+pytestmark = pytest.mark.usefixtures("process_group")
 
 LAYERS, TOKENS, EXPERTS, TOP = 3, 50, 8, 2
 COEFFICIENT = 0.5

@@ -18,7 +18,7 @@ from asyncrl_testing.random_model import random_qwen3_moe, write_random_qwen3
 from tests.numerics import one_rank
 from tests.numerics.one_rank import embedded_engine, leased, plan_of, trajectory_of
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
+pytestmark = pytest.mark.usefixtures("process_group")
 
 LAYERS, EXPERTS, TOP = 2, 8, 2
 SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "head_dim": 8, "moe_intermediate_size": 16}

@@ -8,7 +8,7 @@ from asyncrl_testing.random_model import random_qwen3, write_random_qwen3
 from asyncrl_testing.served_weights_suite import ServedWeightsConformance, publish
 from tests.engines import running, sglang_engine, started
 
-pytestmark = [pytest.mark.numerics, pytest.mark.sglang]
+pytestmark = pytest.mark.sglang
 
 
 SIZES = {"max_running_requests": 16, "stream_interval": 1, "max_total_tokens": 1 << 14}

@@ -22,7 +22,7 @@ from asyncrl_testing.engine_suite import Client, make_request, within
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 from tests.engines import running, torch_engine
 
-pytestmark = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,6 @@ from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
 from asyncrl_testing.engine_suite import make_request
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 
-pytestmark = pytest.mark.numerics
-
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 128}
 
 

@@ -28,7 +28,7 @@ from asyncrl_testing.backend_suite import assert_same_weights, random_lease, wei
 from asyncrl_testing.random_model import random_qwen3
 from tests.numerics.one_rank import CPU, SIZES, build, plan_of
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
+pytestmark = pytest.mark.usefixtures("process_group")
 
 KL = KlConfig(coefficient=0.3)
 LORA = LoraConfig(rank=4, alpha=6.0)

@@ -25,7 +25,7 @@ from asyncrl_testing.backend_suite import VOCAB_SIZE, assert_same_weights, rando
 from asyncrl_testing.random_model import random_qwen3
 from tests.numerics.one_rank import SIZES, build, plan_of
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("process_group")]
+pytestmark = pytest.mark.usefixtures("process_group")
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 GAE = AlgorithmConfig(advantage="gae")

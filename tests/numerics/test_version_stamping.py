@@ -16,7 +16,7 @@ from asyncrl_testing.random_model import write_random_qwen3
 from asyncrl_testing.stamping_suite import BoundarySuite, StampingSuite
 from tests.engines import running, torch_engine
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class EngineCase(BoundarySuite):

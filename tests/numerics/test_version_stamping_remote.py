@@ -9,7 +9,7 @@ from tests.engines import remote_engine, running
 from tests.make import require_vllm
 from tests.vllm_server import VllmServer
 
-pytestmark = [pytest.mark.numerics, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 
 class RemoteCase(BoundarySuite):

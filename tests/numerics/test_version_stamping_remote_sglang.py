@@ -7,7 +7,7 @@ from tests.make import require_sglang
 from tests.numerics.test_version_stamping_remote import RemoteCase
 from tests.sglang_server import SglangServer
 
-pytestmark = [pytest.mark.numerics, pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 
 class TestUntiedAndStartedWithoutWeights(RemoteCase, StampingSuite):

@@ -8,7 +8,7 @@ from asyncrl_testing.stamping_suite import StampingSuite
 from tests.engines import sglang_engine
 from tests.numerics.test_version_stamping import EngineCase
 
-pytestmark = [pytest.mark.numerics, pytest.mark.sglang]
+pytestmark = pytest.mark.sglang
 
 
 class SglangCase(EngineCase, StampingSuite):

@@ -6,7 +6,7 @@ from asyncrl_testing.stamping_suite import StampingSuite
 from tests.engines import vllm_engine
 from tests.numerics.test_version_stamping import EngineCase
 
-pytestmark = [pytest.mark.numerics, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class TestVllmTied(EngineCase, StampingSuite):

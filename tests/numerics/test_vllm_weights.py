@@ -7,8 +7,6 @@ from asyncrl_testing.served_weights_suite import ServedWeightsConformance
 from tests.engines import started, vllm_engine
 from tests.make import require_vllm
 
-pytestmark = pytest.mark.numerics
-
 
 class TestVllmServesWhatIsPublished(ServedWeightsConformance):
     @pytest.fixture(scope="class")

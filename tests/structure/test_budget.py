@@ -11,13 +11,11 @@ import pytest
 from tests.processes import ROOT
 from tests.structure.trees import tree_of
 
-pytestmark = pytest.mark.structure
-
 PACKAGE = ROOT / "asyncrl"
-LINES = 44_200
-LINES_OF_TESTS = 40_790
-FILES = 463
-PROTOCOLS = 37
+LINES = 43_200
+LINES_OF_TESTS = 39_200
+FILES = 456
+PROTOCOLS = 32
 REFUSALS = 131
 """Limits of what is there. They only fall; what an addition may cost, docs/adr/0020-a-budget-of-lines.md says."""
 LAYOUT = {

@@ -13,8 +13,6 @@ import pytest
 
 from tests.structure.trees import tree_of
 
-pytestmark = pytest.mark.structure
-
 PACKAGE = Path(__file__).resolve().parents[2] / "asyncrl"
 OURS = "asyncrl"
 DOCUMENTED = {"os._exit", "sys.argv", "sys.stdout"}

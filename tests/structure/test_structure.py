@@ -21,8 +21,6 @@ from asyncrl.types.metrics import FAMILIES, Metric
 from tests.processes import ROOT, ran
 from tests.structure.trees import tree_of
 
-pytestmark = pytest.mark.structure
-
 PACKAGE = ROOT / "asyncrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.structure
-
 PACKAGE = Path(__file__).resolve().parents[2] / "asyncrl"
 
 ALLOWED = {

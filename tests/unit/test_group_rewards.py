@@ -145,7 +145,7 @@ class Reader:
         stars = first.count("*") - second.count("*")
         logprobs = np.full(len(tokens) - start, -1.0, np.float32)
         logprobs[-1] += stars if answer == "yes" else 0
-        return logprobs
+        return Generation(tokens[:start], tokens[start:], logprobs, (), "length")
 
     async def generate(self, prompt_ids, sampling):
         ids = np.array(self.tokenizer(self.text).input_ids, np.int32)

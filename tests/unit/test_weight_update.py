@@ -12,7 +12,7 @@ import torch
 from asyncrl.errors import WeightTransferError
 from asyncrl.inference.shared.weight_update import WorkerUpdate
 from asyncrl.types import DiskSource
-from asyncrl.weights.encodings.decoder import Plan
+from asyncrl.weights.encodings.decoder import Scope
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import make_manifest
 
@@ -54,10 +54,10 @@ class Receives:
     def __init__(self, breaks_after: int) -> None:
         self.breaks_after = breaks_after
 
-    def plan(self, manifest):
-        return Plan(tuple(spec.name for spec in manifest.tensors), whole=True)
+    def scope(self, manifest):
+        return Scope(tuple(spec.name for spec in manifest.tensors), whole=True)
 
-    def receive(self, receiver, manifest, plan, sink, timeout_s):
+    def receive(self, receiver, manifest, scope, sink, timeout_s):
         for spec, (_, tensor) in list(zip(manifest.tensors, WEIGHTS, strict=True))[: self.breaks_after]:
             sink.write(spec, 0, byte_view(tensor))
         if self.breaks_after < len(WEIGHTS):

@@ -186,9 +186,9 @@ class Served:
         self.decoder = Decoder("/nowhere", None, torch.bfloat16)
 
     def take(self, tensors, manifest, *, damage=None, refuses=False):
-        plan = self.decoder.plan(manifest)
+        scope = self.decoder.scope(manifest)
         sink = ParameterSink({**self.targets, "scale": torch.zeros(3)} if refuses else self.targets)
-        found = self.decoder.receive(Transport(tensors, damage), manifest, plan, sink, 1.0)
+        found = self.decoder.receive(Transport(tensors, damage), manifest, scope, sink, 1.0)
         sink.finish()
         self.decoder.applied(manifest)
         return found

@@ -88,15 +88,15 @@ class Model:
     def publish(self, tensors, encoding, *, fails=False):
         """Returns whether all of the model was written."""
         manifest = manifest_of(tensors, encoding)
-        plan = self.decoder.plan(manifest)
+        scope = self.decoder.scope(manifest)
         sink = ParameterSink(self.targets)
-        self.decoder.receive(receiver_of(tensors), manifest, plan, sink, 1.0)
-        sink.finish(plan.names)
+        self.decoder.receive(receiver_of(tensors), manifest, scope, sink, 1.0)
+        sink.finish(scope.names)
         if fails:
             self.targets["norm.weight"].zero_()
         else:
             self.decoder.applied(manifest)
-        return plan.whole
+        return scope.whole
 
 
 KINDS = st.sampled_from(["attention", "attention", "all", "full", "failed"])

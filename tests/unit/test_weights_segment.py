@@ -18,7 +18,8 @@ from asyncrl.weights.transports.shared_segment import SharedSegment, attach
 
 @pytest.fixture
 def segment():
-    segment = SharedSegment(8192)
+    segment = SharedSegment()
+    segment.reserve(8192)
     yield segment
     segment.close()
 
@@ -41,7 +42,7 @@ def test_a_view_outlives_the_owner(segment):
 
 
 def test_a_living_owner_keeps_its_segment(segment):
-    assert segment.path not in remove_stale_segments()
+    remove_stale_segments()
     assert segment.path.exists()
 
 
@@ -52,25 +53,28 @@ def test_only_the_user_may_read_weights(segment):
 def test_what_a_killed_owner_left_is_removed_by_the_next():
     code = (
         "import sys, time; from asyncrl.weights.transports.shared_segment import SharedSegment\n"
-        "s = SharedSegment(4096); s.socket_path.touch(); print(s.path, flush=True); time.sleep(60)"
+        "s = SharedSegment(); s.reserve(4096); s.socket_path.touch(); print(s.path, flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     path = Path(owner.stdout.readline().strip())
-    assert path not in remove_stale_segments()
+    remove_stale_segments()
+    assert path.exists()
     owner.send_signal(signal.SIGKILL)
     owner.wait(10)
     owner.stdout.close()
     assert path.exists()
     assert path.with_suffix(".sock").exists()
-    SharedSegment(4096).close()
+    SharedSegment().close()
     assert not path.exists()
     assert not path.with_suffix(".sock").exists()
 
 
 def test_more_memory_than_there_is_is_refused_and_leaves_nothing():
     before = set(Path("/dev/shm").glob(f"*-{os.getpid()}-*"))
+    segment = SharedSegment()
     with pytest.raises(ConfigError, match="lower weights"):
-        SharedSegment(1 << 50)
+        segment.reserve(1 << 50)
+    segment.close()
     assert set(Path("/dev/shm").glob(f"*-{os.getpid()}-*")) == before
 
 

@@ -4,8 +4,3 @@ Runs in: the command.
 
 Every check measures or tries what the run will need; none relies on a list of supported versions.
 """
-
-from asyncrl.driver.doctor.examination import examine
-from asyncrl.driver.doctor.machine import Observation, Status
-
-__all__ = ["Observation", "Status", "examine"]

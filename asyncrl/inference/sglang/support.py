@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 import os
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.inference.shared.package_probe import check_package, lacks, version_of
+from asyncrl.inference.shared.package_probe import check_package, lacks, require_known, version_of
 from asyncrl.types import ModelFacts
 
 TESTED = ">=0.5.6"
@@ -106,15 +105,9 @@ def check_server_args(names: Sequence[str]) -> None:
     """Raises ConfigError: SGLang lacks one of these arguments. Imports SGLang."""
     from sglang.srt.server_args import ServerArgs
 
-    known = inspect.signature(ServerArgs).parameters
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            do = (
-                f"one of these was meant: {', '.join(near)}" if near else "remove it; SGLang's documentation lists them"
-            )
-            found = f"SGLang {version_of(('sglang',))} has no argument of that name"
-            raise ConfigError(explain(f"rollout.sglang.server_args.{name}", found, do))
+    known, package = inspect.signature(ServerArgs).parameters, f"SGLang {version_of(('sglang',))}"
+    section = "rollout.sglang.server_args"
+    require_known(names, known, section=section, package=package, listed="SGLang's documentation")
 
 
 def check_keep() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -46,6 +47,16 @@ def version_of(distributions: tuple[str, ...]) -> str:
         except metadata.PackageNotFoundError:
             continue
     return "of unknown version"
+
+
+def require_known(names: Iterable[str], known: Collection[str], *, section: str, package: str, listed: str) -> None:
+    """Raises ConfigError: the package has no argument of one of these names of the recipe's `section`. `package`: with
+    its version. `listed`: who lists the arguments."""
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            do = f"one of these was meant: {', '.join(near)}" if near else f"remove it; {listed} lists them"
+            raise ConfigError(explain(f"{section}.{name}", f"{package} has no argument of that name", do))
 
 
 def lacks(target: str, names: tuple[str, ...]) -> list[str]:

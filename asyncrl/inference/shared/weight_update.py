@@ -21,7 +21,7 @@ from asyncrl.inference.shared.staged_weights import Staging
 from asyncrl.inference.shared.tensor_feed import Feed, completed
 from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
 from asyncrl.weights.assembling_sink import AssemblingSink
-from asyncrl.weights.encodings.decoder import Decoder, Plan
+from asyncrl.weights.encodings.decoder import Decoder, Scope
 from asyncrl.weights.transport import WeightReceiver, WeightSink
 from asyncrl.weights.transports import build_receiver
 
@@ -109,7 +109,7 @@ class WorkerUpdate:
         self._source: TransferSource | None = None
         self._receiver: WeightReceiver | None = None
         self._staging = Staging(device)
-        self._staged: Future[tuple[Plan, Digest | None]] | None = None
+        self._staged: Future[tuple[Scope, Digest | None]] | None = None
         """The last staged publish, until it is loaded."""
         self._failure: Exception | None = None
         self._digest: Digest | None = None
@@ -188,9 +188,9 @@ class WorkerUpdate:
         return build_receiver(source, device=self._device)
 
     def _decode(
-        self, receiver: WeightReceiver, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
+        self, receiver: WeightReceiver, manifest: Manifest, scope: Scope, sink: WeightSink, timeout_s: float
     ) -> Digest | None:
-        return self._decoder.receive(receiver, manifest, plan, sink, timeout_s)
+        return self._decoder.receive(receiver, manifest, scope, sink, timeout_s)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -211,12 +211,12 @@ class WorkerUpdate:
 
     def _receive(self, manifest: Manifest, timeout_s: float) -> None:
         """The receiver's thread fills the feed; this thread, the engine's, loads from it."""
-        plan = self._decoder.plan(manifest)
-        names = None if plan.whole else plan.names
+        scope = self._decoder.scope(manifest)
+        names = None if scope.whole else scope.names
         self._loader.start(names)
         # One second longer: the receiver's own deadline error says more.
-        feed = Feed(len(plan.names), timeout_s + 1.0, self._device)
-        received = self._executor.submit(self._fill, feed, manifest, plan, timeout_s)
+        feed = Feed(len(scope.names), timeout_s + 1.0, self._device)
+        received = self._executor.submit(self._fill, feed, manifest, scope, timeout_s)
         together = self._loader.computes_together and manifest.encoding == "full"
         try:
             self._loader.load(completed(feed, manifest.tensors, self._device) if together else feed, names)
@@ -229,26 +229,26 @@ class WorkerUpdate:
         self._digest = received.result(timeout_s + _GRACE_S)
         self._loaded = manifest
 
-    def _fill(self, feed: Feed, manifest: Manifest, plan: Plan, timeout_s: float) -> Digest | None:
+    def _fill(self, feed: Feed, manifest: Manifest, scope: Scope, timeout_s: float) -> Digest | None:
         """Moves one publish into `feed`, in the receiver's thread."""
         sink = AssemblingSink(feed.offer, check=self._loader.check)
         try:
-            return self._decode(self._joined(), manifest, plan, sink, timeout_s)
+            return self._decode(self._joined(), manifest, scope, sink, timeout_s)
         except BaseException as error:
             feed.fail(error)
             raise
 
-    def _stage(self, manifest: Manifest, timeout_s: float) -> tuple[Plan, Digest | None]:
+    def _stage(self, manifest: Manifest, timeout_s: float) -> tuple[Scope, Digest | None]:
         """Runs in the receiver's thread."""
-        plan = self._decoder.plan(manifest)
+        scope = self._decoder.scope(manifest)
         sink = self._staging.sink(self._loader.check)
-        return plan, self._decode(self._joined(), manifest, plan, sink, timeout_s)
+        return scope, self._decode(self._joined(), manifest, scope, sink, timeout_s)
 
     def _load_staged(self, manifest: Manifest) -> None:
         staged, self._staged = self._staged, None
         assert staged is not None, "load before stage"
-        plan, self._digest = staged.result(0)  # done: the adapter has polled `staged`
-        names = None if plan.whole else plan.names
+        scope, self._digest = staged.result(0)  # done: the adapter has polled `staged`
+        names = None if scope.whole else scope.names
         self._loader.start(names)
         self._loader.load(iter(self._staging), names)
         self._loaded = manifest

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -14,11 +12,12 @@ from asyncrl.errors import WeightTransferError, explain
 from asyncrl.inference.shared.staged_weights import Staging
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import Digest, Manifest, TransferSource
-from asyncrl.weights.encodings.decoder import Decoder, Plan
+from asyncrl.weights.encodings.decoder import Decoder, Scope
 from asyncrl.weights.experts import unfused
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.transport import WeightReceiver
 from asyncrl.weights.transports import build_receiver
+from asyncrl.weights.transports.blocking import BlockingCalls
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +45,28 @@ class TorchTransfer:
         self._device = device
         dtype: torch.dtype = getattr(torch, model.inference_dtype)
         self._decoder = Decoder(model.path, model.revision, dtype)
-        self._executor = ThreadPoolExecutor(1, "weight-transfer", initializer=self._set_up_thread)
+        self._calls = BlockingCalls("weight-transfer")
+        self._calls.submit(self._set_up_thread)
         self._source: TransferSource | None = None
         self._receiver: WeightReceiver | None = None
         self._staging = Staging(device)
-        self._staged: tuple[Manifest, Plan] | None = None
+        self._staged: tuple[Manifest, Scope] | None = None
         """The publish in `_staging`, until it is loaded."""
         self._deadline_s = 0.0
 
     async def receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         """As `InferenceEngine.load_weights`. After a cancellation the thread continues until the call's deadline."""
-        return await self._in_thread(self._receive, manifest, source, timeout_s)
+        self._deadline_s = timeout_s
+        return await self._calls.do(self._receive, manifest, source, timeout_s)
 
     async def stage(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         """As `StagingEngine.stage_weights`; cancellation as in `receive`."""
-        return await self._in_thread(self._stage, manifest, source, timeout_s)
+        self._deadline_s = timeout_s
+        return await self._calls.do(self._stage, manifest, source, timeout_s)
 
     async def load_staged(self) -> None:
         """As `StagingEngine.load_staged`."""
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._load_staged)
+        await self._calls.do(self._load_staged)
 
     def forget(self) -> None:
         """The weights no longer match the last publish. No publish may be in progress."""
@@ -72,36 +74,26 @@ class TorchTransfer:
 
     async def close(self) -> None:
         """Closes the receiver, at the latest after the deadline of a publish in progress."""
-        closing = asyncio.get_running_loop().run_in_executor(self._executor, self._close_receiver)
+        closing = asyncio.wrap_future(self._calls.submit(self._close_receiver))
         done, _ = await asyncio.wait((closing,), timeout=self._deadline_s + 10.0)
         if done:
             closing.result()
         else:
             logger.error("a weight transfer did not end at its deadline and is left behind")
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-    async def _in_thread(
-        self,
-        work: Callable[[Manifest, TransferSource, float], Digest | None],
-        manifest: Manifest,
-        source: TransferSource,
-        timeout_s: float,
-    ) -> Digest | None:
-        self._deadline_s = timeout_s
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, manifest, source, timeout_s)
+        self._calls.close()
 
     def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        receiver, plan, sink = self._join(source), self._decoder.plan(manifest), ParameterSink(self._targets)
-        digest = self._decoder.receive(receiver, manifest, plan, sink, timeout_s)
-        self._finish(sink, manifest, plan)
+        receiver, scope, sink = self._join(source), self._decoder.scope(manifest), ParameterSink(self._targets)
+        digest = self._decoder.receive(receiver, manifest, scope, sink, timeout_s)
+        self._finish(sink, manifest, scope)
         return digest
 
     def _stage(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         self._staged = None
-        receiver, plan = self._join(source), self._decoder.plan(manifest)
+        receiver, scope = self._join(source), self._decoder.scope(manifest)
         sink = self._staging.sink(ParameterSink(self._targets).check)
-        digest = self._decoder.receive(receiver, manifest, plan, sink, timeout_s)
-        self._staged = manifest, plan
+        digest = self._decoder.receive(receiver, manifest, scope, sink, timeout_s)
+        self._staged = manifest, scope
         return digest
 
     def _load_staged(self) -> None:
@@ -127,8 +119,8 @@ class TorchTransfer:
         for each in self._names_of[id(parameter)]:
             self._targets[each] = tensor
 
-    def _finish(self, sink: ParameterSink, manifest: Manifest, plan: Plan) -> None:
-        sink.finish(None if plan.whole else plan.names)
+    def _finish(self, sink: ParameterSink, manifest: Manifest, scope: Scope) -> None:
+        sink.finish(None if scope.whole else scope.names)
         self._decoder.applied(manifest)
 
     def _join(self, source: TransferSource) -> WeightReceiver:

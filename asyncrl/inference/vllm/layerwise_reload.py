@@ -61,9 +61,6 @@ class Reload:
         self.expected.require_all(published, loaded if names is None else None, names)
         self._require_whole()
 
-    def finish(self) -> None:
-        self._finalize()
-
     def abandon(self) -> None:
         """Restores the old tensors of every incomplete layer. The model is then complete, although of mixed versions,
         and the next reload can start."""
@@ -72,7 +69,7 @@ class Reload:
             if info.can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
-        self._finalize()
+        self.finish()
 
     def _layers_of(self, names: Collection[str]) -> torch.nn.Module:
         """The layers that these tensors fill and layers tied to them, in the model's order, which `repack_tied`
@@ -98,7 +95,7 @@ class Reload:
                 do = "publish all of named_weights()"
                 raise WeightTransferError(explain(f"the weights of {layer}", found, do))
 
-    def _finalize(self) -> None:
+    def finish(self) -> None:
         reloaded, self._reloaded = self._reloaded, None
         if reloaded is None:
             return

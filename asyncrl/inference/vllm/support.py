@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import difflib
 from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.inference.shared.package_probe import check_package, version_of
+from asyncrl.inference.shared.package_probe import check_package, require_known, version_of
 from asyncrl.types import ModelFacts
 
 TESTED = ">=0.32,<0.33"
@@ -60,12 +59,8 @@ def check_engine_args(rollout: RolloutConfig, facts: ModelFacts) -> None:
         found = f"vLLM {version_of(_DISTRIBUTIONS)} does not tell the experts of its tokens"
         do = "install vllm>=0.32, or set trainer.router_replay=off"
         raise ConfigError(explain("rollout.vllm.record_experts=true (trainer.router_replay=rollout)", found, do))
-    for name in asked:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            do = f"one of these was meant: {', '.join(near)}" if near else "remove it; `vllm serve --help` lists them"
-            found = f"vLLM {version_of(_DISTRIBUTIONS)} has no engine argument of that name"
-            raise ConfigError(explain(f"rollout.vllm.engine_args.{name}", found, do))
+    package = f"vLLM {version_of(_DISTRIBUTIONS)}"
+    require_known(asked, known, section="rollout.vllm.engine_args", package=package, listed="`vllm serve --help`")
 
 
 def _fields_of_engine_args() -> frozenset[str]:

@@ -79,17 +79,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def has_adapters(model: nn.Module) -> bool:
-    return any(".lora_" in name for name, _ in model.named_parameters())
-
-
-def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(published name, sharded adapter tensor), unscaled, as trained."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if ".lora_" in name:
-            yield name.replace(f".{ADAPTER}.", "."), tensor
-
-
 def scale_of(config: LoraConfig) -> float:
     return config.alpha / config.rank
 

@@ -31,12 +31,10 @@ TOTAL_STEPS = "run.total_steps"
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and (sharded) tensors of `model.state_dict()` in its order; a tied tensor once, under its first name. With
-    adapters: the adapters only."""
-    if lora.has_adapters(model):
-        yield from lora.adapter_tensors(model)
-        return
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    adapters: the adapters only, under their published names, unscaled."""
+    state, seen = model.state_dict(keep_vars=True), set[int]()
+    adapters = {name.replace(f".{lora.ADAPTER}.", "."): tensor for name, tensor in state.items() if ".lora_" in name}
+    for name, tensor in (adapters or state).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor

@@ -27,7 +27,7 @@ def _alone(names: Collection[str], every: Collection[str]) -> Collection[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Scope:
     """Names of the tensors that a publish will write, in order; `whole`: these are all tensors of the model."""
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class Decoder:
     needs them, the names of the weights with merged adapters, and the copy of the weights that differences apply to,
     from the first publish with `is_kept`.
 
-    A publish calls `plan`, `receive`, and `applied` once the engine has loaded everything. Without `applied` the next
+    A publish calls `scope`, `receive`, and `applied` once the engine has loaded everything. Without `applied` the next
     publish writes every tensor.
     """
 
@@ -54,21 +54,21 @@ class Decoder:
         self._adapted: frozenset[str] | None = None
         """Weights with a merged adapter; the others are the model's own. None: unknown."""
 
-    def plan(self, manifest: Manifest) -> Plan:
+    def scope(self, manifest: Manifest) -> Scope:
         """The tensors that `receive` will write. Raises WeightTransferError: the model has no safetensors files."""
         if manifest.encoding != "lora":
-            return Plan(tuple(weight_of(spec.name) for spec in manifest.tensors), whole=True)
+            return Scope(tuple(weight_of(spec.name) for spec in manifest.tensors), whole=True)
         base = self._base = self._base or BaseWeights(self._path, self._revision)
         names = adapted(spec.name for spec in manifest.tensors)
         if names != self._adapted:
-            return Plan(base.names, whole=True)
+            return Scope(base.names, whole=True)
         wanted = set(self._loaded_together(names, base.names))
-        return Plan(tuple(name for name in base.names if name in wanted), whole=False)
+        return Scope(tuple(name for name in base.names if name in wanted), whole=False)
 
     def receive(
-        self, receiver: WeightReceiver, manifest: Manifest, plan: Plan, sink: WeightSink, timeout_s: float
+        self, receiver: WeightReceiver, manifest: Manifest, scope: Scope, sink: WeightSink, timeout_s: float
     ) -> Digest | None:
-        """As `WeightReceiver.receive`; `sink` gets the tensors of `plan`. The digest covers the sent tensors, or with
+        """As `WeightReceiver.receive`; `sink` gets the tensors of `scope`. The digest covers the sent tensors, or with
         encoding delta the resulting weights. Raises WeightTransferError too: the model lacks an adapter's tensor, or
         the base of a delta differs."""
         # Unknown until `applied`: a receive that fails halfway leaves a mixture in the engine.
@@ -86,7 +86,7 @@ class Decoder:
         self._base.require(adapted(factors))
         # In float32 the merge is computed straight into the sink's memory.
         direct = sink if isinstance(sink, DirectSink) and self._dtype == torch.float32 else None
-        for name in plan.names:
+        for name in scope.names:
             weight = self._base.tensor(name)
             dtype = self._dtype if weight.is_floating_point() else weight.dtype
             spec = make_spec(name, weight.shape, dtype_name(dtype))

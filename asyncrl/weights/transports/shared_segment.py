@@ -19,9 +19,8 @@ from asyncrl.weights.lock_files import SEGMENT, SHARED_MEMORY, create_locked, re
 class SharedSegment:
     """The owner's side: a file in shared memory, mapped, and the path of a socket that shares its name and fate."""
 
-    def __init__(self, nbytes: int = 0) -> None:
-        """`nbytes`: as `reserve`; 0 creates only the file. Raises ConfigError: no POSIX shared memory here, or not
-        enough."""
+    def __init__(self) -> None:
+        """Creates only the file. Raises ConfigError: no POSIX shared memory here."""
         if not SHARED_MEMORY.is_dir():
             raise ConfigError(
                 explain("shared memory for weights", f"no {SHARED_MEMORY}", "set weights.transport=collective")
@@ -31,12 +30,6 @@ class SharedSegment:
         """[nbytes] uint8, shared; empty before `reserve`."""
         self._fd, self.path = create_locked(SHARED_MEMORY, *SEGMENT)
         self.socket_path = self.path.with_suffix(".sock")
-        if nbytes:
-            try:
-                self.reserve(nbytes)
-            except BaseException:
-                self.close()
-                raise
 
     def reserve(self, nbytes: int) -> None:
         """Allocates and maps the memory; idempotent. Raises ConfigError: there is not enough."""
