@@ -20,9 +20,9 @@ MISTRAL = QWEN.replace("<tool_call>", "[TOOL_CALLS]")
 def checked(tmp_path: Path):
     """checked(*overrides, rows=..., held_out=..., template=...) -> the lines that a dry run prints."""
 
-    def call(*overrides: str, rows=("1", "2"), held_out=("3",), template: str = QWEN) -> list[str]:
+    def call(*overrides: str, rows=("1", "2"), held_out=("3",), template: str = QWEN, config="{}") -> list[str]:
         tokenizer_with(template).save_pretrained(tmp_path)
-        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "config.json").write_text(config)
         (tmp_path / "model.safetensors").write_bytes(b"")
         for name, truths in (("train", rows), ("test", held_out)):
             lines = [json.dumps({"prompt": "word " * (200 if t == "long" else 1), "answer": t}) for t in truths]
@@ -33,6 +33,11 @@ def checked(tmp_path: Path):
         return [f"{label:<9} {text}" for label, text in describe(recipe, check_recipe(recipe, use_hub=False))]
 
     return call
+
+
+def test_dropout_that_the_files_ask_for_is_named(checked) -> None:
+    assert any("trained without resid_pdrop=0.1" in line for line in checked(config='{"resid_pdrop": 0.1}'))
+    assert not any("trained without" in line for line in checked(config='{"resid_pdrop": 0.0}'))
 
 
 def test_rows_that_the_reward_cannot_judge_are_named(checked) -> None:
