@@ -155,9 +155,7 @@ def settle(config: Any, max_model_len: int | None) -> None:
         max_model_len: tokens of the longest sequence of the replicas; None leaves longrope as it is.
     """
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        for key, value in part.to_dict().items():
-            if _is_noise(key, value):
-                setattr(part, key, 0.0)
+        part.update({key: 0.0 for key, value in part.to_dict().items() if _is_noise(key, value)})
         found = getattr(part, "rope_parameters", None) or {}
         # one set of parameters, or one for each kind of layer
         for rope in [found, *(value for value in found.values() if isinstance(value, dict))]:

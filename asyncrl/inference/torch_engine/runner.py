@@ -44,10 +44,9 @@ def load_model(
     architecture = AutoConfig.from_pretrained(path, **hub)
     settle(architecture, max_model_len)
     model: Any
+    kinds: Any = AutoModelForCausalLM
     if real_weights:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            path, config=architecture, output_loading_info=True, **hub, **kind
-        )
+        model, loaded = kinds.from_pretrained(path, config=architecture, output_loading_info=True, **hub, **kind)
         if why := misfit(model, loaded):
             do = HOW_TO_TIE if why == UNTIED else "name a whole model: save it again with all of its tensors"
             raise GenerationError(explain(f"serve {path}", why, do))
@@ -56,7 +55,7 @@ def load_model(
         with torch.random.fork_rng(), device:
             torch.manual_seed(seed)
             remote = {"trust_remote_code": config.trust_remote_code}
-            model = AutoModelForCausalLM.from_config(architecture, **remote, **kind)
+            model = kinds.from_config(architecture, **remote, **kind)
     return model.to(device).eval().requires_grad_(False)
 
 
