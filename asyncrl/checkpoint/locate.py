@@ -55,9 +55,11 @@ def _recipe_of(run: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(recipe, dict):
         return None
-    model = recipe.get("model")
-    directory = resolved.get("model_directory") if isinstance(resolved, dict) else None
-    if isinstance(model, dict) and isinstance(directory, str) and not Path(str(model.get("path"))).is_dir():
+    model, known = recipe.get("model"), resolved if isinstance(resolved, dict) else {}
+    if not isinstance(model, dict):
+        return recipe
+    directory, date = known.get("model_directory"), model.get("date") or known.get("date")
+    if isinstance(directory, str) and not Path(str(model.get("path"))).is_dir():
         # A path on the training machine is never a hub name, even when this command runs on another machine.
-        recipe = recipe | {"model": model | {"path": directory}}
-    return recipe
+        model = model | {"path": directory}
+    return recipe | {"model": model | ({} if date is None else {"date": date})}

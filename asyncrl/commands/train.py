@@ -21,6 +21,7 @@ import logging
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -76,7 +77,9 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
     words = [w for w in overrides if not w.startswith("resume=")]
     command = shlex.join(["asyncrl-train", str(path), *words])
     if not dry_run:
-        directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
+        resumes = directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command) is not None
+        date = recipe.model.date or directory.date(resumes=resumes)
+        recipe = replace(recipe, model=replace(recipe.model, date=date))
         use_cache_if_unreachable(hub_names(recipe))
         start_preloading(forks, recipe)  # imports while this process reads the input and starts Ray
     # Phase 1: check everything and print the plan. A dry run ends here.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
@@ -20,12 +21,21 @@ class ModelConfig:
     """Path of a Jinja chat template that replaces the tokenizer's own."""
     enable_thinking: bool | None = None
     """Passed to chat templates that know it (Qwen3); None leaves it out."""
+    date: str | None = None
+    """Date that chat templates write (Llama 3, gpt-oss), as YYYY-MM-DD. None takes the day on which the run starts, and
+    keeps it when the run is resumed."""
     inference_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the replicas' weights and compute, and of publishes."""
 
     def __post_init__(self) -> None:
         require(
             bool(self.path), asked="model.path=''", found="no model", do="set model.path to a directory or hub name"
+        )
+        require(
+            self.date is None or re.fullmatch(r"\d{4}-\d\d-\d\d", self.date) is not None,
+            asked=f"model.date={self.date}",
+            found="no date",
+            do="write it as 2026-01-31",
         )
 
 
@@ -62,7 +72,8 @@ class ModelPoolConfig:
     def model(self) -> ModelConfig:
         """The model of the pool. `path` is set."""
         assert self.path is not None, "there is such a pool"
-        return ModelConfig(**{field.name: getattr(self, field.name) for field in fields(ModelConfig)})
+        shared = {field.name for field in fields(ModelConfig)} & {field.name for field in fields(self)}
+        return ModelConfig(**{name: getattr(self, name) for name in shared})
 
     def __post_init__(self) -> None:
         require(

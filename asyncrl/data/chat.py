@@ -9,7 +9,7 @@ import jinja2
 import numpy as np
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.data.tokenizer import stop_token_ids
+from asyncrl.data.tokenizer import stop_token_ids, template_options
 from asyncrl.data.tool_calls import ParserName, ToolPrompt, parser_for, template_text, with_tools, written
 from asyncrl.errors import DataError, explain
 
@@ -38,9 +38,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._parser: ParserName = parser_for(parser, template_text(tokenizer))
         self._knows_calls = "tool_calls" in template_text(tokenizer)
-        self._options: dict[str, Any] = (
-            {} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking}
-        )
+        self._options = template_options(model)
         self._ends = frozenset(stop_token_ids(tokenizer, model, ()))
         self._specials = tuple(
             token.content

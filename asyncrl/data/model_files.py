@@ -105,15 +105,19 @@ def _has_own_head(directory: Path) -> bool:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, memoryview]]:
-    """Name and bytes of each tensor of a safetensors file: the length of a JSON header, the header, the tensors."""
+    """Name and bytes of each tensor of a safetensors file (length of a JSON header, header, tensors). Nothing of a
+    damaged file, which loading the model reports."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "numpy"):  # checks the header
+            pass
+    except (SafetensorError, OSError):
+        return
     with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        try:
-            header = json.loads(opened.read(length))
-        except ValueError:
-            return  # loading the model reports it
-        header.pop("__metadata__", None)
-        data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))[8 + length :]
-        for name, entry in header.items():
+        data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+    begin = 8 + int.from_bytes(data[:8], "little")
+    for name, entry in json.loads(bytes(data[8:begin])).items():
+        if name != "__metadata__":
             start, stop = entry["data_offsets"]
-            yield name, data[start:stop]
+            yield name, data[begin + start : begin + stop]

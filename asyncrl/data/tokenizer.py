@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,6 +64,16 @@ def _tokenizer_class(path: str) -> Any:
     return transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
 
 
+def template_options(model: ModelConfig) -> dict[str, Any]:
+    """Arguments of `apply_chat_template` that the recipe determines, the same for every renderer of a run."""
+    options: dict[str, Any] = {}
+    if model.enable_thinking is not None:
+        options["enable_thinking"] = model.enable_thinking
+    if model.date is not None:  # otherwise transformers gives templates the clock
+        options["strftime_now"] = datetime.fromisoformat(model.date).strftime
+    return options
+
+
 class PromptRenderer:
     """Renders a row's messages to the token ids that the policy continues. `tools`: in every prompt."""
 
@@ -73,9 +84,7 @@ class PromptRenderer:
         self._normalizer: Any = None if backend is None else backend.normalizer
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._bounds_bytes = backend is not None and all(len(t.content.encode()) > 1 for t in added.values())
-        self._options: dict[str, Any] = (
-            {} if model.enable_thinking is None else {"enable_thinking": model.enable_thinking}
-        )
+        self._options = template_options(model)
 
     def prompt_ids(self, row: PromptRow) -> np.ndarray:
         """[P] int32: the row through the chat template, up to the start of the assistant's turn.

@@ -95,7 +95,7 @@ class GroupMaker:
         if config.function:
             self._scorers.add_of_groups("group", config.weight, self._scorers.by_function)
         if (client := self._pools.get("judge")) is not None:
-            judge = Judge(judging, self._recipe.judge.model, client)
+            judge = Judge(judging, replace(self._recipe.judge.model, date=self._recipe.model.date), client)
 
             async def compare(responses: Sequence[np.ndarray], row: PromptRow) -> Sequence[RewardResult]:
                 return await judge.compare([chat.decode(ids) for ids in responses], row)

@@ -198,8 +198,9 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path):
 
 
 def _name(process):
+    """Empty of one that has ended, whether or not anybody has waited for it."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.name()
+        return "" if process.status() == psutil.STATUS_ZOMBIE else process.name()
     return ""
 
 

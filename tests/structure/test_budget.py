@@ -12,11 +12,11 @@ from tests.processes import ROOT
 from tests.structure.trees import tree_of
 
 PACKAGE = ROOT / "asyncrl"
-LINES = 43_290
-LINES_OF_TESTS = 39_270
+LINES = 43_320
+LINES_OF_TESTS = 39_300
 FILES = 456
 PROTOCOLS = 32
-REFUSALS = 131
+REFUSALS = 132
 """Limits of what is there. They only fall; what an addition may cost, docs/adr/0020-a-budget-of-lines.md says."""
 LAYOUT = {
     tokenize.COMMENT,

@@ -1,8 +1,10 @@
 import json
 import re
+from datetime import date, timedelta
 
 import pytest
 
+from asyncrl.checkpoint.locate import find_checkpoint
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import FORMAT, CheckpointStore, RunState, check_resumable, read_state, render_state
 from asyncrl.config.load import load, load_recipe
@@ -133,6 +135,20 @@ def test_a_directory_that_holds_a_run_is_refused_or_resumed(tmp_path):
     with pytest.raises(ConfigError, match=r"files\.json is missing"):
         directory.resolve_resume(str(tmp_path / "absent"), 2, "command")
     assert sorted(p.name for p in directory.checkpoints.iterdir()) == ["step_4"]  # nothing was written
+
+
+def test_a_resumed_run_keeps_the_date_of_its_templates_and_a_new_one_has_todays(tmp_path):
+    directory = RunDirectory(tmp_path)
+    today = directory.date(resumes=False)
+    assert abs(date.fromisoformat(today) - date.today()) <= timedelta(1)
+    loaded = load(QUICKSTART, ["model.date=2020-02-03"])
+    directory.write_config(loaded.recipe, loaded.written, "name")
+    assert directory.date(resumes=True) == "2020-02-03"
+    assert directory.date(resumes=False) == today
+    loaded.written["model"]["date"] = None  # as a recipe has it that leaves the date to the run
+    directory.write_config(loaded.recipe, loaded.written, "name")
+    save(CheckpointStore(directory.checkpoints, 2), 4)
+    assert find_checkpoint(str(tmp_path)).recipe["model"]["date"] == "2020-02-03", "an evaluation asks as the run did"
 
 
 @pytest.mark.parametrize("trained", ["nothing", "a step", "a checkpoint"])

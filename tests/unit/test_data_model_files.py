@@ -78,6 +78,13 @@ def test_an_output_layer_beside_a_tied_one_is_refused(model: Path, config, tenso
         check_model(str(model))
 
 
+@pytest.mark.parametrize("content", [b"", b"x", b"not a safetensors file", b"\xff" * 64, b"\2\0\0\0\0\0\0\0[]"])
+def test_a_damaged_file_is_left_to_the_load(model: Path, content) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    (model / "model.safetensors").write_bytes(content)
+    assert check_model(str(model)).is_local
+
+
 def test_dropout_is_a_fact(model: Path) -> None:
     noise = {
         "attention_dropout": 0.1,

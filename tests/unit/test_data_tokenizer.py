@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import SamplingConfig
+from asyncrl.data.chat import Chat
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, render_rows, stop_texts, stop_token_ids
 from asyncrl.errors import ConfigError, DataError
@@ -62,6 +64,16 @@ def test_a_template_file_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }} c")
     model = ModelConfig(path=str(tmp_path), chat_template=str(tmp_path / "mine.jinja"))
     assert renderer_of(model).prompt_ids(row("a")).tolist() == ids("a", "c")
+
+
+def test_every_renderer_writes_the_date_of_the_recipe(tmp_path: Path) -> None:
+    template = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+    model = replace(save_tokenizer(tmp_path, template=template), date="2020-02-03")
+    assert renderer_of(model).text(row("a")) == "03 Feb 2020 a"
+    chat = Chat(load_tokenizer(model), model)
+    assert chat._render([{"role": "user", "content": "a"}], {}) == "03 Feb 2020 a"
+    with pytest.raises(ConfigError, match=r"model\.date=today"):
+        replace(model, date="today")
 
 
 def test_what_cannot_be_loaded_is_a_config_error(tmp_path: Path) -> None:
