@@ -94,7 +94,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     build_reward(recipe.reward)
     build_group_reward(recipe.reward.group)
     facts = check_model(recipe.model.path)
-    notes = [f"model.path: trained without {', '.join(facts.noise)}, as it is sampled"] * bool(facts.noise)
+    notes: list[str] = []
     renderer = None
     # A hub model is checked below, once its facts are known.
     if facts.is_local or not use_hub:
@@ -107,6 +107,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
         if not facts.is_local:
             facts = hub_facts(recipe.model)
             _check_processes(recipe, facts, trains=trains)
+        notes += [f"model.path: trained without {', '.join(facts.noise)}, as it is sampled"] * bool(facts.noise)
         stop_token_ids(tokenizer, recipe.model, recipe.rollout.stop)
         renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
         notes += _parser_notes(recipe, tokenizer)

@@ -26,7 +26,7 @@ HOW_TO_TIE = (
     "set tie_word_embeddings to false in config.json if the output layer of the files counts; otherwise save the model "
     "without it"
 )
-_NOISE = ("dropout", "pdrop", "jitter_noise")
+_NOISE = ("dropout", "dropout_prob", "dropout_p", "pdrop", "layerdrop", "jitter_noise")
 """Words in the keys of noise that training code may add: dropout, and jitter of routers."""
 _RECURRENT = ("mamba_", "ssm_", "linear_conv_", "lru_", "state_size", "rescale_every")
 """How the keys begin that only models with recurrent layers have."""
@@ -126,7 +126,7 @@ class ModelFacts:
             has_custom_code=bool(config.get("auto_map")),
             unusual=tuple(_unusual(text)),
             quantization=_quantization(config) or _quantization(text),
-            noise=tuple(f"{key}={value:g}" for key, value in sorted(text.items()) if _is_noise(key, value)),
+            noise=tuple(f"{key}={value:g}" for key, value in sorted(text.items()) if _is_noise(key, value, text)),
             sizes=LayerSizes(
                 layers=text.get("num_hidden_layers"),
                 hidden=text.get("hidden_size"),
@@ -155,7 +155,8 @@ def settle(config: Any, max_model_len: int | None) -> None:
         max_model_len: tokens of the longest sequence of the replicas; None leaves longrope as it is.
     """
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        part.update({key: 0.0 for key, value in part.to_dict().items() if _is_noise(key, value)})
+        own = part.to_dict()
+        part.update({key: 0.0 for key, value in own.items() if _is_noise(key, value, own)})
         found = getattr(part, "rope_parameters", None) or {}
         # one set of parameters, or one for each kind of layer
         for rope in [found, *(value for value in found.values() if isinstance(value, dict))]:
@@ -182,7 +183,9 @@ def misfit(model: Any, loaded: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_noise(key: str, value: object) -> bool:
+def _is_noise(key: str, value: object, text: Mapping[str, Any]) -> bool:
+    if (text.get("model_type"), key) == ("phimoe", "router_jitter_noise"):
+        return False  # a threshold of its routers, which sampling has too
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value != 0 and key.endswith(_NOISE)
 

@@ -102,7 +102,7 @@ def test_files_that_contradict_their_config_are_refused(tmp_path, tied, change, 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors") | change
     save_file({n: t for n, t in tensors.items() if t is not None}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=rf"^asked: train model.path=.*\nfound: .*{found}"):
         build(tmp_path)
     with pytest.raises(GenerationError, match=found):
         serve(ModelConfig(path=str(tmp_path)), CPU, real_weights=True, seed=0)

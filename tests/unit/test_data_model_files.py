@@ -95,6 +95,8 @@ def test_dropout_is_a_fact(model: Path) -> None:
     }
     (model / "config.json").write_text(json.dumps(CONFIG | noise))
     assert check_model(str(model)).noise == ("attention_dropout=0.1", "resid_pdrop=0.2", "router_jitter_noise=0.01")
+    (model / "config.json").write_text(json.dumps(CONFIG | noise | {"model_type": "phimoe"}))
+    assert check_model(str(model)).noise == ("attention_dropout=0.1", "resid_pdrop=0.2"), "its routers sample with it"
 
 
 def test_weights_and_tokenizer_may_have_other_names(model: Path) -> None:

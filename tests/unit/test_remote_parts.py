@@ -1,5 +1,6 @@
 """The parts of engine remote that need no server: orders, requests, labels, settings."""
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from asyncrl.inference.remote.publish_calls import require_reachable
 from asyncrl.inference.remote.server_client import read_key
 from asyncrl.inference.remote.vllm_dialect import VllmDialect, VllmReader
 from asyncrl.inference.remote.vllm_facts import ServerFacts
-from asyncrl.types import CollectiveSource, DiskSource, IpcSource, PartsSource, TensorSpec
+from asyncrl.types import CollectiveSource, DiskSource, IpcSource, ModelFacts, PartsSource, TensorSpec
 from asyncrl.weights.plan import make_manifest
 from asyncrl_testing.engine_client import make_request
 from tests.make import QUICKSTART
@@ -74,6 +75,17 @@ def test_what_a_server_is_asked():
     later = dialect.body_of(replace(request, first_position=1), rid="r", cache_salt="4")
     assert later["sampling_params"]["seed"] != sampling["seed"], "a resumed request draws from a new stream"
     json.dumps(body)
+
+
+def test_a_server_must_rotate_as_the_trainer_does():
+    """vLLM takes longrope's factors by its own longest sequence."""
+    settings = {"world_size": 1, "vocab_size": 128, "logprobs_mode": "processed_logprobs", "device": "cpu"}
+    model = ModelFacts("m", is_local=True, vocab_size=128, unusual=("rotary positions of kind longrope",))
+    remote = RemoteEngineConfig(urls=["http://a:1"], max_model_len=64, weights="reload")
+    for length in (64, 128):
+        facts = ServerFacts(max_model_len=length, **settings, chunked_prefill=False, dummy=False)
+        with contextlib.nullcontext() if length == 64 else pytest.raises(ConfigError, match="--max-model-len 64"):
+            VllmDialect(facts).require_usable("http://a:1", remote, model)
 
 
 LABELS = Labels("n")

@@ -64,6 +64,11 @@ def require_usable(url: str, facts: ServerFacts, remote: RemoteEngineConfig, mod
     _require_start(url, facts, remote)
     if model is not None:
         require_same_model(url, model, facts.architecture, facts.vocab_size)
+        if "rotary positions of kind longrope" in model.unusual and facts.max_model_len != remote.context_tokens:
+            found = f"its rotary factors (longrope) follow --max-model-len, which is {facts.max_model_len} there"
+            do = f"start it with --max-model-len {remote.context_tokens}, or set rollout.remote.max_model_len"
+            asked = f"{url} with rollout.remote.max_model_len={remote.context_tokens}"
+            raise ConfigError(explain(asked, found, do))
 
 
 def _require_settings(url: str, facts: ServerFacts, remote: RemoteEngineConfig) -> None:

@@ -64,16 +64,12 @@ def load_model(
     # The attention is resolved before loading: transformers wires it into the layers when it builds the model.
     attention = choose_attention(fsdp, Kernels.of(torch.device(mesh.device_type)))
     how = {"dtype": dtype, "attn_implementation": attention}
+    loaded: Any = None
     try:
         config = AutoConfig.from_pretrained(model.path, **hub)
         settle(config, max_model_len)
         if _reads(mesh):
             found, loaded = kind.from_pretrained(model.path, config=config, output_loading_info=True, **hub, **how)
-            if why := misfit(found, loaded):
-                raise ConfigError(explain(f"train {key}={model.path}", why, HOW_TO_TIE if why == UNTIED else _WHOLE))
-            if unused := sorted(loaded["unexpected_keys"]):
-                text = "%s: %d tensors of the files are not used, the first is %s"
-                logger.warning(text, model.path, len(unused), unused[0])
         else:
             # Structure only: `shard` fills in the weights.
             with no_init_weights():
@@ -84,6 +80,12 @@ def load_model(
         raise ConfigError(
             explain(f"train {key}={model.path}", str(error), "name a directory or hub name of a causal LM")
         ) from error
+    if loaded is not None:
+        if why := misfit(found, loaded):
+            raise ConfigError(explain(f"train {key}={model.path}", why, HOW_TO_TIE if why == UNTIED else _WHOLE))
+        if unused := sorted(loaded["unexpected_keys"]):
+            text = "%s: %d tensors of the files are not used, the first is %s"
+            logger.warning(text, model.path, len(unused), unused[0])
     check_supported(found, head=head)
     check_heads(fsdp, ModelFacts.of_config(model.path, found.config.to_dict()), key)
     if fsdp.activation_checkpointing:
