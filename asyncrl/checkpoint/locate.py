@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,11 @@ def _recipe_of(run: Path) -> dict[str, Any] | None:
         # A path on the training machine is never a hub name, even when this command runs on another machine.
         model = model | {"path": directory}
     return recipe | {"model": model | ({} if date is None else {"date": date})}
+
+
+def date_of(checkpoint: Path | None) -> str:
+    """`model.date` of the run of this checkpoint, if its config.json is there and has one; else today's."""
+    recipe = _recipe_of(checkpoint.parent.parent) if checkpoint is not None else None
+    model = (recipe or {}).get("model")
+    saved = model.get("date") if isinstance(model, dict) else None
+    return str(saved or datetime.now().date().isoformat())

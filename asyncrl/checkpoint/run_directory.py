@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
-from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -133,11 +132,6 @@ class RunDirectory:
         except ValueError as error:
             do = "name another run; this one was not started by this version"
             raise ConfigError(explain(asked, f"config.json is not JSON: {error}", do)) from error
-
-    def date(self, *, resumes: bool) -> str:
-        """`model.date` where the recipe has none: of the resumed run, else today's. Raises ConfigError."""
-        saved = self.read_config("the date of the run") if resumes and self.config.exists() else {}
-        return saved.get("resolved", {}).get("date") or datetime.now().date().isoformat()
 
     def write_config(self, recipe: Recipe, written: Mapping[str, Any], name: str) -> None:
         """`config.json`: the recipe as `written`, the git commit and the versions of the packages that matter.

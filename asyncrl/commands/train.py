@@ -26,6 +26,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from asyncrl.checkpoint.locate import date_of
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import check_resumable
 from asyncrl.commands import EXIT_SIGNAL_BASE, log_failure, plain_console, refuse
@@ -77,8 +78,8 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
     words = [w for w in overrides if not w.startswith("resume=")]
     command = shlex.join(["asyncrl-train", str(path), *words])
     if not dry_run:
-        resumes = directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command) is not None
-        date = recipe.model.date or directory.date(resumes=resumes)
+        resumed = directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
+        date = recipe.model.date or date_of(resumed)
         recipe = replace(recipe, model=replace(recipe.model, date=date))
         use_cache_if_unreachable(hub_names(recipe))
         start_preloading(forks, recipe)  # imports while this process reads the input and starts Ray

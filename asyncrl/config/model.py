@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, fields, replace
+from datetime import date
 from typing import Literal
 
 from asyncrl.config.checks import require
@@ -32,11 +32,18 @@ class ModelConfig:
             bool(self.path), asked="model.path=''", found="no model", do="set model.path to a directory or hub name"
         )
         require(
-            self.date is None or re.fullmatch(r"\d{4}-\d\d-\d\d", self.date) is not None,
+            self.date is None or _is_date(self.date),
             asked=f"model.date={self.date}",
             found="no date",
             do="write it as 2026-01-31",
         )
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

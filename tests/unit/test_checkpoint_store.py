@@ -4,7 +4,7 @@ from datetime import date, timedelta
 
 import pytest
 
-from asyncrl.checkpoint.locate import find_checkpoint
+from asyncrl.checkpoint.locate import date_of, find_checkpoint
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import FORMAT, CheckpointStore, RunState, check_resumable, read_state, render_state
 from asyncrl.config.load import load, load_recipe
@@ -139,16 +139,18 @@ def test_a_directory_that_holds_a_run_is_refused_or_resumed(tmp_path):
 
 def test_a_resumed_run_keeps_the_date_of_its_templates_and_a_new_one_has_todays(tmp_path):
     directory = RunDirectory(tmp_path)
-    today = directory.date(resumes=False)
+    today = date_of(None)
     assert abs(date.fromisoformat(today) - date.today()) <= timedelta(1)
     loaded = load(QUICKSTART, ["model.date=2020-02-03"])
-    directory.write_config(loaded.recipe, loaded.written, "name")
-    assert directory.date(resumes=True) == "2020-02-03"
-    assert directory.date(resumes=False) == today
-    loaded.written["model"]["date"] = None  # as a recipe has it that leaves the date to the run
-    directory.write_config(loaded.recipe, loaded.written, "name")
-    save(CheckpointStore(directory.checkpoints, 2), 4)
-    assert find_checkpoint(str(tmp_path)).recipe["model"]["date"] == "2020-02-03", "an evaluation asks as the run did"
+    saved = save(CheckpointStore(directory.checkpoints, 2), 4)
+    for written in ("2020-02-03", None):  # a recipe may leave the date to the run
+        loaded.written["model"]["date"] = written
+        directory.write_config(loaded.recipe, loaded.written, "name")
+        assert date_of(saved) == "2020-02-03"
+        assert find_checkpoint(str(tmp_path)).recipe["model"]["date"] == "2020-02-03", "an evaluation asks as it did"
+    for damaged in ("no JSON", "[]", "{}"):
+        directory.config.write_text(damaged)
+        assert date_of(saved) == today
 
 
 @pytest.mark.parametrize("trained", ["nothing", "a step", "a checkpoint"])

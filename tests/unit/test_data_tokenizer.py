@@ -72,8 +72,9 @@ def test_every_renderer_writes_the_date_of_the_recipe(tmp_path: Path) -> None:
     assert renderer_of(model).text(row("a")) == "03 Feb 2020 a"
     chat = Chat(load_tokenizer(model), model)
     assert chat._render([{"role": "user", "content": "a"}], {}) == "03 Feb 2020 a"
-    with pytest.raises(ConfigError, match=r"model\.date=today"):
-        replace(model, date="today")
+    for wrong in ("today", "2026-02-30", "20260203"):
+        with pytest.raises(ConfigError, match=rf"model\.date={wrong}"):
+            replace(model, date=wrong)
 
 
 def test_what_cannot_be_loaded_is_a_config_error(tmp_path: Path) -> None:
