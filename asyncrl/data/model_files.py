@@ -93,7 +93,8 @@ def _check_weights(asked: str, directory: Path) -> None:
 
 
 def _has_own_head(directory: Path) -> bool:
-    """True if the output layer of the safetensors files differs from the embedding."""
+    """True if the output layer of the safetensors files differs from the embedding. One in a dtype of another width is
+    compared when the model is loaded."""
     bytes_of: dict[str, memoryview] = {}
     for file in directory.glob("*.safetensors"):
         for name, data in _tensors(file):
@@ -101,7 +102,8 @@ def _has_own_head(directory: Path) -> bool:
                 bytes_of["head"] = data
             elif name.endswith(_EMBEDDINGS):
                 bytes_of["embedding"] = data
-    return len(bytes_of) == 2 and bytes_of["head"] != bytes_of["embedding"]
+    head, embedding = bytes_of.get("head", b""), bytes_of.get("embedding", b"")
+    return len(head) == len(embedding) and head != embedding
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, memoryview]]:

@@ -85,6 +85,13 @@ def test_a_damaged_file_is_left_to_the_load(model: Path, content) -> None:
     assert check_model(str(model)).is_local
 
 
+def test_a_tied_output_layer_of_another_width_is_left_to_the_load(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    same = {"model.embed_tokens.weight": np.ones((3, 2), np.float32), "lm_head.weight": np.ones((3, 2), np.float16)}
+    save_file(same, model / "model.safetensors")
+    assert check_model(str(model)).is_local
+
+
 def test_dropout_is_a_fact(model: Path) -> None:
     noise = {
         "attention_dropout": 0.1,

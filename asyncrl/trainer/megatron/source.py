@@ -77,7 +77,8 @@ class PretrainedModel:
         return stored[run] if block.dim == 0 else stored[:, run]
 
     def _whole(self, name: str) -> torch.Tensor:
-        return self._stored(name)[:]
+        """In float32: the files may hold the two in different dtypes."""
+        return self._stored(name)[:].float()
 
     def _stored(self, name: str) -> Any:
         """The tensor `name`, to be sliced. Raises ConfigError."""
