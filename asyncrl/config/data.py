@@ -45,11 +45,15 @@ class DataConfig:
     `:split`)."""
     mixture: dict[str, SourceConfig] = field(default_factory=dict)
     """Several training sets instead of data.train: name -> path and weight."""
-    schema: Literal["auto", "verl", "gsm8k", "prompt_answer"] = "auto"
+    schema: Literal["auto", "verl", "gsm8k", "prompt_answer", "conversations"] = "auto"
     """Columns of the rows. verl: prompt, data_source, reward_model (DAPO-Math-17k too). gsm8k: question, answer.
-    prompt_answer: prompt, answer. auto: by the columns."""
+    prompt_answer: prompt, answer (or none, for rewards of your own). conversations: conversations or messages, with
+    answer or a last reply. auto: by the columns."""
     system_prompt: str | None = None
     """Prepended to every prompt without a system message."""
+    continue_final_message: bool = True
+    """The policy continues a prompt that ends with a message of the assistant. False closes that message and begins
+    another."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Order from easy rows to hard ones."""
     eval: dict[str, str] = field(default_factory=dict)

@@ -18,7 +18,8 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Run model code that ships with the checkpoint."""
     chat_template: str | None = None
-    """Path of a Jinja chat template that replaces the tokenizer's own."""
+    """Path of a Jinja chat template that replaces the tokenizer's own. none: prompts are the messages' text alone, for
+    base models."""
     enable_thinking: bool | None = None
     """Passed to chat templates that know it (Qwen3); None leaves it out."""
     date: str | None = None

@@ -145,6 +145,9 @@ class RewardConfig:
     """A name from asyncrl.rewards, or custom `package.module:function`, which may be async."""
     parts: dict[str, float] = field(default_factory=dict)
     """Several rewards instead of function: name -> weight. The reward is their weighted sum."""
+    skip_special_tokens: bool = False
+    """Give rewards and environments the responses without special tokens. By default they read all that the policy
+    wrote except the token that ends it, since tags such as <answer> may be special tokens."""
     timeout_s: Positive = 30.0
     """Longest time for one reward; the process is then killed and the attempt at the group fails."""
     workers: PositiveInt = 2

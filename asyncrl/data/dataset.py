@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.paths import how_to_make, is_place
-from asyncrl.data.rows import PromptRow, Schema, columns_of, parse_json_line, parse_record, with_system_prompt
+from asyncrl.data.rows import PromptRow, RowReader, Schema, with_system_prompt
 from asyncrl.errors import DataError, explain
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -35,22 +35,26 @@ def load_rows(source: str, schema: Schema = "auto", system_prompt: str | None = 
     return list(read_rows(source, schema, system_prompt))
 
 
-def read_rows(source: str, schema: Schema = "auto", system_prompt: str | None = None) -> Iterator[PromptRow]:
+def read_rows(
+    source: str, schema: Schema = "auto", system_prompt: str | None = None, unused: set[str] | None = None
+) -> Iterator[PromptRow]:
     """Yields the rows of `source`: a JSONL or parquet file, a directory of files, or a hub name.
 
     Args:
         schema: of the rows, as `data.schema`.
         system_prompt: prepended to rows without a system message.
+        unused: gets the names of the columns that no row uses.
 
     Raises DataError: nothing there, no rows, or a malformed row (named by file and line).
     """
+    reader = RowReader(schema, unused)
     if is_place(source):
         path = Path(source).expanduser()
         if not path.exists():
             raise _missing(source, path)
-        rows = itertools.chain.from_iterable(_read_file(file, schema) for file in _files(path))
+        rows = itertools.chain.from_iterable(_read_file(file, reader) for file in _files(path))
     else:
-        rows = read_hub(parse_hub_name(source), schema)
+        rows = read_hub(parse_hub_name(source), reader)
     # Checked at the end: rows are streamed, so emptiness is known only then.
     is_empty = True
     for row in rows:
@@ -70,7 +74,7 @@ def parse_hub_name(source: str) -> HubName:
     return HubName("/".join(parts[:2]), parts[2] if len(parts) == 3 else None, split or "train")
 
 
-def read_hub(hub: HubName, schema: Schema = "auto") -> Iterator[PromptRow]:
+def read_hub(hub: HubName, reader: RowReader | None = None) -> Iterator[PromptRow]:
     """Rows of a hub dataset, downloaded on first use. Raises DataError with the hub's own reason."""
     # Imported late: it takes seconds, and most runs read files.
     import datasets
@@ -81,9 +85,10 @@ def read_hub(hub: HubName, schema: Schema = "auto") -> Iterator[PromptRow]:
     except (OSError, ValueError, DatasetsError) as error:
         do = "check the name, configuration and split; log in for a private one; or give the path of a file"
         raise DataError(explain(f"the dataset {hub} from the hub", _why(error), do)) from error
-    columns = columns_of(dataset.column_names, schema)
+    reader = reader or RowReader()
+    columns = reader.needed(dataset.column_names)
     batches = dataset.select_columns(columns).with_format("arrow").iter(batch_size=READ_ROWS)
-    yield from _batch_rows(batches, str(hub), schema)
+    yield from _batch_rows(batches, str(hub), reader)
 
 
 def _why(error: Exception) -> str:
@@ -109,47 +114,47 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read_file(path: Path, schema: Schema) -> Iterator[PromptRow]:
+def _read_file(path: Path, reader: RowReader) -> Iterator[PromptRow]:
     if path.suffix == ".jsonl":
-        yield from _read_jsonl(path, schema)
+        yield from _read_jsonl(path, reader)
     elif path.suffix == ".parquet":
-        yield from _read_parquet(path, schema)
+        yield from _read_parquet(path, reader)
     else:
         found = f"the suffix {path.suffix or '(none)'}"
         raise DataError(explain(f"the dataset {path}", found, "give a .jsonl (one object a line) or a .parquet file"))
 
 
-def _read_jsonl(path: Path, schema: Schema) -> Iterator[PromptRow]:
+def _read_jsonl(path: Path, reader: RowReader) -> Iterator[PromptRow]:
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield parse_json_line(line, f"{path}:{number}", schema)
+                    yield reader.line(line, f"{path}:{number}")
     except UnicodeDecodeError as error:
         raise DataError(explain(f"the dataset {path}", f"not UTF-8: {error}", "save it as UTF-8")) from error
     except OSError as error:
         raise DataError(explain(f"the dataset {path}", str(error), "make it readable")) from error
 
 
-def _read_parquet(path: Path, schema: Schema) -> Iterator[PromptRow]:
+def _read_parquet(path: Path, reader: RowReader) -> Iterator[PromptRow]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:  # else the whole file is kept
-            columns = columns_of(file.schema_arrow.names, schema)
-            yield from _batch_rows(file.iter_batches(READ_ROWS, columns=columns), str(path), schema)
+            columns = reader.needed(file.schema_arrow.names)
+            yield from _batch_rows(file.iter_batches(READ_ROWS, columns=columns), str(path), reader)
     except pyarrow.ArrowInvalid as error:
         raise DataError(explain(f"the dataset {path}", f"not parquet: {error}", "write it again")) from error
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(explain(f"the dataset {path}", f"it is damaged: {error}", "write it again")) from error
 
 
-def _batch_rows(batches: Iterable[Any], place: str, schema: Schema) -> Iterator[PromptRow]:
+def _batch_rows(batches: Iterable[Any], place: str, reader: RowReader) -> Iterator[PromptRow]:
     """The rows of Arrow's batches or tables."""
     records = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
     for number, record in enumerate(records):
-        yield parse_record(record, f"{place}:row {number}", schema)
+        yield reader.record(record, f"{place}:row {number}")
 
 
 def _missing(source: str, path: Path) -> DataError:

@@ -77,10 +77,11 @@ class RowWriter:
         import pyarrow
 
         text = pyarrow.string()
-        pairs = [[("role", text), ("content", text)], [("key", text), ("value", text)]]
-        messages, extra = (pyarrow.list_(pyarrow.struct(pair)) for pair in pairs)
+        names = ("role", "content", "more"), ("key", "value")
+        messages, extra = (pyarrow.list_(pyarrow.struct([(name, text) for name in pair])) for pair in names)
         texts = [(name, text) for name in ("ground_truth", "data_source", "origin")]
-        self._schema = pyarrow.schema([("messages", messages), ("extra", extra), *texts])
+        lists = [("messages", messages), ("extra", extra), ("structured", pyarrow.list_(text))]
+        self._schema = pyarrow.schema([*lists, *texts])
         self._waiting: list[dict[str, Any]] = []
         self._num_rows = 0
         try:
@@ -98,11 +99,12 @@ class RowWriter:
         """Raises StorageError."""
         self._waiting.append(
             {
-                "messages": [{"role": m.role, "content": m.content} for m in row.messages],
+                "messages": [{"role": m.role, "content": m.content, "more": m.more} for m in row.messages],
                 "extra": [{"key": key, "value": value} for key, value in row.extra],
                 "ground_truth": row.ground_truth,
                 "data_source": row.data_source,
                 "origin": row.origin,
+                "structured": row.structured,
             }
         )
         self._num_rows += 1
@@ -135,9 +137,10 @@ class RowWriter:
 
 def _row(record: dict[str, Any]) -> PromptRow:
     return PromptRow(
-        messages=tuple(ChatMessage(m["role"], m["content"]) for m in record["messages"]),
+        messages=tuple(ChatMessage(**message) for message in record["messages"]),
         ground_truth=record["ground_truth"],
         data_source=record["data_source"],
         extra=tuple((pair["key"], pair["value"]) for pair in record["extra"]),
         origin=record["origin"],
+        structured=tuple(record["structured"]),
     )

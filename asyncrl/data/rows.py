@@ -1,16 +1,18 @@
 """A dataset row, and its readers for the schemas of `data.schema`; docs/data.md has examples.
 
-verl (DAPO-Math-17k too): `prompt` (list of {role, content}), `data_source`, `reward_model` ({ground_truth, style}) and,
-optionally, `extra_info`; other columns are ignored. gsm8k: `question`, and `answer`, whose text after the last `####`
-counts. prompt_answer: `prompt` (a text or a list of messages) and `answer`. The last two put all other columns into
-`extra`. Pure: records are parsed JSON or Arrow values.
+verl (DAPO-Math-17k too): `prompt` (messages), `data_source`, `reward_model` ({ground_truth}), optionally `extra_info`;
+other columns are not used, and named in the plan. The other schemas put all other columns into `extra`, which rewards
+read. gsm8k: `question`, and `answer`, whose text after the last `####` is the ground truth. prompt_answer: `prompt` (a
+text or messages), optionally `answer`. conversations: `conversations` or `messages`; the ground truth is `answer`, or
+the last reply; a last reply is no part of the prompt. A message has role and content, or from and value. Pure: records
+are parsed JSON or Arrow values.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +20,7 @@ from asyncrl.errors import DataError, explain
 
 T = TypeVar("T")
 
-Schema = Literal["auto", "verl", "gsm8k", "prompt_answer"]
+Schema = Literal["auto", "verl", "gsm8k", "prompt_answer", "conversations"]
 
 SCHEMA = 'one object such as {"prompt": [{"role": "user", "content": "..."}], "data_source": "...", ' + (
     '"reward_model": {"ground_truth": "..."}}'
@@ -27,27 +29,45 @@ _EXAMPLES: dict[str, str] = {
     "verl": SCHEMA,
     "gsm8k": 'one object such as {"question": "...", "answer": "... #### 42"}',
     "prompt_answer": 'one object such as {"prompt": "...", "answer": "..."}',
+    "conversations": 'one object such as {"conversations": [{"from": "human", "value": "..."}, ...], "answer": "..."}',
 }
-_VERL_COLUMNS = ("prompt", "data_source", "reward_model", "extra_info")
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    "verl": ("prompt", "data_source", "reward_model", "extra_info"),
+    "gsm8k": ("question", "answer"),
+    "prompt_answer": ("prompt", "answer", "data_source"),
+    "conversations": ("conversations", "messages", "answer", "data_source"),
+}
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_NO_MEDIA = "train a text model on text alone: remove these rows, or the images, videos and audio of all rows"
+_SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "observation": "tool"}
+"""Roles of `from`, where they have other names than in chat templates."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a prompt; `role` is any role of the chat template (system, user, assistant, tool)."""
+    """One message of a prompt. `role`: any of the chat template (system, user, assistant, tool). `more`: the other
+    fields, such as tool_calls and reasoning_content, as a JSON object; empty for none."""
 
     role: str
     content: str
+    more: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatMessage, (self.role, self.content)
+        return ChatMessage, (self.role, self.content, self.more)
+
+    def fields(self) -> dict[str, Any]:
+        """The message as chat templates take it."""
+        return {"role": self.role, "content": self.content} | (json.loads(self.more) if self.more else {})
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
     """One task: the messages for the policy, and the ground truth for the reward.
 
-    `extra` holds `extra_info` as (key, value) pairs; values other than strings are JSON. `origin` locates the row:
-    `file:line` counted from 1 for JSONL, `file:row N` counted from 0 for parquet and hub datasets.
+    `extra` holds `extra_info` and other columns as (key, value) pairs; values other than strings are JSON, and
+    `structured` has their keys, "ground_truth" too if that is JSON. `origin` locates the row: `file:line` counted from
+    1 for JSONL, `file:row N` counted from 0 for parquet and hub datasets. `thinks`, for rewards: the prompt ends inside
+    a thought of the policy.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -55,78 +75,121 @@ class PromptRow:
     data_source: str
     extra: tuple[tuple[str, str], ...]
     origin: str
+    structured: tuple[str, ...] = ()
+    thinks: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PromptRow, (self.messages, self.ground_truth, self.data_source, self.extra, self.origin)
+        told = self.data_source, self.extra, self.origin, self.structured, self.thinks
+        return PromptRow, (self.messages, self.ground_truth, *told)
+
+    def truth(self) -> Any:
+        """The ground truth as it is in the dataset: a text, number, list or object."""
+        return json.loads(self.ground_truth) if "ground_truth" in self.structured else self.ground_truth
+
+    def values(self) -> dict[str, Any]:
+        """`extra` with the values that the dataset has."""
+        return {key: json.loads(value) if key in self.structured else value for key, value in self.extra}
 
 
 def schema_of(keys: Iterable[object]) -> Schema:
     """The schema of records with these columns; "auto" if none fits."""
     found = set(keys)
-    if "reward_model" in found or "data_source" in found:
+    if "reward_model" in found or ("data_source" in found and "answer" not in found):
         return "verl"
     if {"question", "answer"} <= found:
         return "gsm8k"
-    return "prompt_answer" if {"prompt", "answer"} <= found else "auto"
+    if "prompt" in found:
+        return "prompt_answer"
+    return "conversations" if found & {"conversations", "messages"} else "auto"
 
 
-def columns_of(names: Sequence[str], schema: Schema) -> list[str]:
-    """The columns of a file that the schema needs."""
-    is_verl = (schema_of(names) if schema == "auto" else schema) == "verl"
-    return [name for name in names if not is_verl or name in _VERL_COLUMNS]
+class RowReader:
+    """Reads the rows of one dataset. `unused` gets the names of the columns that no row uses."""
+
+    def __init__(self, schema: Schema = "auto", unused: set[str] | None = None) -> None:
+        self.unused: set[str] = set() if unused is None else unused
+        self._schema = schema
+
+    def needed(self, names: Sequence[str]) -> list[str]:
+        """The columns of a file to read."""
+        if (schema_of(names) if self._schema == "auto" else self._schema) != "verl":
+            return list(names)
+        wanted = *_COLUMNS["verl"], *_MEDIA
+        self.unused |= {name for name in names if name not in wanted}
+        return [name for name in names if name in wanted]
+
+    def line(self, line: str, origin: str) -> PromptRow:
+        """The row of one line of a JSONL file. Raises DataError naming `origin`."""
+        try:
+            record = json.loads(line)
+            if "\\ud" in line.lower():  # only an escape can write an unpaired surrogate
+                json.dumps(record, ensure_ascii=False).encode()
+            return self.record(record, origin)
+        except DataError:
+            raise
+        except json.JSONDecodeError as error:
+            found, cause = f"not JSON: {error.msg} at column {error.colno}", error
+        except UnicodeEncodeError as error:
+            found, cause = f"half a character: {error.object[error.start : error.end]!a}", error
+        except ValueError as error:
+            found, cause = f"not to be read: {error}", error
+        except RecursionError as error:
+            found, cause = "lists or objects nested too deeply", error
+        do = f"write {_EXAMPLES.get(self._schema, SCHEMA)} a line"
+        raise DataError(explain(f"the row at {origin}", found, do)) from cause
+
+    def record(self, record: object, origin: str) -> PromptRow:
+        """The row of a parsed record. Raises DataError naming `origin`, the key, what was found and what to do."""
+        if not isinstance(record, Mapping):
+            do = f"write {_EXAMPLES.get(self._schema, SCHEMA)}"
+            raise _malformed(origin, f"{_kind(record)} instead of an object", do)
+        schema = schema_of(record) if self._schema == "auto" else self._schema
+        if schema == "auto":
+            keys = ", ".join(sorted(map(str, record))) or "none"
+            do = "name them as one of these schemas: " + "; ".join(f"{n}: {e}" for n, e in _EXAMPLES.items())
+            raise _malformed(origin, f"the keys {keys}, which no schema has", do)
+        for key in _MEDIA:
+            if record.get(key) not in (None, "", [], {}):
+                raise _malformed(origin, f"{key}, and only text can be trained", _NO_MEDIA)
+        try:
+            messages, truth, source = _READERS[schema](record, origin)
+        except DataError as error:
+            raise DataError(f"{error} (read as data.schema={schema})") from None
+        others = {k: v for k, v in record.items() if k not in (*_COLUMNS[schema], "extra_info") and v is not None}
+        if schema == "verl":
+            self.unused |= others.keys()
+            others = {}
+        text, is_json = truth
+        extra, structured = _extra(record.get("extra_info"), others, origin)
+        return PromptRow(messages, text, source, extra, origin, (*["ground_truth"] * is_json, *structured))
 
 
 def parse_json_line(line: str, origin: str, schema: Schema = "auto") -> PromptRow:
-    """The row of one line of a JSONL file. Raises DataError naming `origin`."""
-    try:
-        record = json.loads(line)
-        if "\\ud" in line.lower():  # only an escape can write an unpaired surrogate
-            json.dumps(record, ensure_ascii=False).encode()
-        return parse_record(record, origin, schema)
-    except DataError:
-        raise
-    except json.JSONDecodeError as error:
-        found, cause = f"not JSON: {error.msg} at column {error.colno}", error
-    except UnicodeEncodeError as error:
-        found, cause = f"half a character: {error.object[error.start : error.end]!a}", error
-    except ValueError as error:
-        found, cause = f"not to be read: {error}", error
-    except RecursionError as error:
-        found, cause = "lists or objects nested too deeply", error
-    do = f"write {_EXAMPLES.get(schema, SCHEMA)} a line"
-    raise DataError(explain(f"the row at {origin}", found, do)) from cause
+    """As `RowReader.line`."""
+    return RowReader(schema).line(line, origin)
 
 
 def parse_record(record: object, origin: str, schema: Schema = "auto") -> PromptRow:
-    """The row of a parsed record. Raises DataError naming `origin`, the key, what was found and what to do."""
-    if not isinstance(record, Mapping):
-        do = f"write {_EXAMPLES.get(schema, SCHEMA)}"
-        raise _malformed(origin, f"{_kind(record)} instead of an object", do)
-    tried = schema_of(record) if schema == "auto" else schema
-    if tried == "auto":
-        keys = ", ".join(sorted(map(str, record))) or "none"
-        do = "name them as one of these schemas: " + "; ".join(f"{n}: {e}" for n, e in _EXAMPLES.items())
-        raise _malformed(origin, f"the keys {keys}, which no schema has", do)
-    try:
-        return _READERS[tried](record, origin)
-    except DataError as error:
-        raise DataError(f"{error} (read as data.schema={tried})") from None
+    """As `RowReader.record`."""
+    return RowReader(schema).record(record, origin)
 
 
-def _read_verl(record: Mapping[str, object], origin: str) -> PromptRow:
+_Truth = tuple[str, bool]
+"""The text of a ground truth, and whether it is the JSON of a list or an object."""
+_Read = tuple[tuple[ChatMessage, ...], _Truth, str]
+"""Messages, ground truth and data source."""
+
+
+def _read_verl(record: Mapping[str, object], origin: str) -> _Read:
     reward_model = _field(record, "reward_model", Mapping, origin)
     if "ground_truth" not in reward_model:
         raise _malformed(origin, "reward_model has no ground_truth", "add reward_model.ground_truth, the right answer")
-    return PromptRow(
-        messages=_messages(_field(record, "prompt", Sequence, origin), origin),
-        ground_truth=_ground_truth(reward_model["ground_truth"], "reward_model.ground_truth", origin),
-        data_source=_field(record, "data_source", str, origin),
-        extra=_extra(record.get("extra_info"), origin),
-        origin=origin,
-    )
+    messages = _messages(_field(record, "prompt", Sequence, origin), origin)
+    truth = _ground_truth(reward_model["ground_truth"], "reward_model.ground_truth", origin)
+    return messages, truth, _field(record, "data_source", str, origin)
 
 
-def _read_gsm8k(record: Mapping[str, object], origin: str) -> PromptRow:
+def _read_gsm8k(record: Mapping[str, object], origin: str) -> _Read:
     question = _field(record, "question", str, origin, schema="gsm8k")
     answer = _field(record, "answer", str, origin, schema="gsm8k")
     _, mark, truth = answer.rpartition("####")
@@ -135,38 +198,43 @@ def _read_gsm8k(record: Mapping[str, object], origin: str) -> PromptRow:
         raise _malformed(origin, f"answer has no ####: {_kind(answer)}", do)
     if not question.strip():
         raise _malformed(origin, "question is empty", "fill it in or remove the row")
-    return PromptRow(
-        messages=(ChatMessage("user", question),),
-        ground_truth=_ground_truth(truth.strip(), "what follows ####", origin),
-        data_source="gsm8k",
-        extra=_others(record, ("question", "answer"), origin),
-        origin=origin,
-    )
+    return (ChatMessage("user", question),), _ground_truth(truth.strip(), "what follows ####", origin), "gsm8k"
 
 
-def _read_prompt_answer(record: Mapping[str, object], origin: str) -> PromptRow:
-    for key in ("prompt", "answer"):
-        if key not in record:
-            _field(record, key, str, origin, schema="prompt_answer")
+def _read_prompt_answer(record: Mapping[str, object], origin: str) -> _Read:
+    if "prompt" not in record:
+        _field(record, "prompt", str, origin, schema="prompt_answer")
     prompt = record["prompt"]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence):
         do = "make it a text, or a list of {role, content} messages"
         raise _malformed(origin, f"prompt is {_kind(prompt)}", do)
-    return PromptRow(
-        messages=_messages(prompt, origin),
-        ground_truth=_ground_truth(record["answer"], "answer", origin),
-        data_source=str(record.get("data_source") or "prompt_answer"),
-        extra=_others(record, ("prompt", "answer", "data_source"), origin),
-        origin=origin,
-    )
+    # Rewards of the user's own may need no answer; built-in ones refuse such a row.
+    truth = _ground_truth(record["answer"], "answer", origin) if "answer" in record else ("", False)
+    return _messages(prompt, origin), truth, str(record.get("data_source") or "prompt_answer")
 
 
-_READERS: dict[str, Callable[[Mapping[str, object], str], PromptRow]] = {
+def _read_conversations(record: Mapping[str, object], origin: str) -> _Read:
+    key = "conversations" if "conversations" in record else "messages"
+    messages = _messages(_field(record, key, Sequence, origin, schema="conversations"), origin, key)
+    source = str(record.get("data_source") or "conversations")
+    replies = messages[-1:] if messages[-1].role == "assistant" else ()
+    if "answer" in record:
+        truth = _ground_truth(record["answer"], "answer", origin)
+    else:
+        truth = (replies[0].content, False) if replies else ("", False)
+    rest = messages[: len(messages) - len(replies)]
+    if not rest:
+        raise _malformed(origin, f"{key} has nothing before its reply", "begin it with a message of the user")
+    return rest, truth, source
+
+
+_READERS = {
     "verl": _read_verl,
     "gsm8k": _read_gsm8k,
     "prompt_answer": _read_prompt_answer,
+    "conversations": _read_conversations,
 }
 
 
@@ -181,32 +249,79 @@ def to_record(row: PromptRow) -> dict[str, object]:
     """The record of a row, for dataset files; the inverse of `parse_record`."""
     return {
         "data_source": row.data_source,
-        "prompt": [{"role": m.role, "content": m.content} for m in row.messages],
+        "prompt": [message.fields() for message in row.messages],
         "ability": "MATH",
-        "reward_model": {"ground_truth": row.ground_truth, "style": "rule"},
-        "extra_info": dict(row.extra),
+        "reward_model": {"ground_truth": row.truth(), "style": "rule"},
+        "extra_info": row.values(),
     }
 
 
-def _messages(prompt: Sequence[object], origin: str) -> tuple[ChatMessage, ...]:
+def _messages(prompt: Sequence[object], origin: str, key: str = "prompt") -> tuple[ChatMessage, ...]:
     if len(prompt) == 0:
-        raise _malformed(origin, "prompt is empty", "give it at least one {role, content} message")
-    messages = []
-    for number, message in enumerate(prompt):
-        if not isinstance(message, Mapping):
-            do = 'write each message as {"role": "user", "content": "..."}'
-            raise _malformed(origin, f"prompt[{number}] is {_kind(message)} instead of an object", do)
-        role = _field(message, "role", str, origin, f"prompt[{number}].")
-        content = _field(message, "content", str, origin, f"prompt[{number}].")
-        if not role or not content.strip():
-            raise _malformed(origin, f"prompt[{number}] has an empty role or content", "fill it in or remove the row")
-        messages.append(ChatMessage(role, content))
-    return tuple(messages)
+        raise _malformed(origin, f"{key} is empty", "give it at least one {role, content} message")
+    return tuple(_message(message, f"{key}[{number}]", origin) for number, message in enumerate(prompt))
 
 
-def _ground_truth(value: object, key: str, origin: str) -> str:
+def _message(message: object, at: str, origin: str) -> ChatMessage:
+    if not isinstance(message, Mapping):
+        do = 'write each message as {"role": "user", "content": "..."}'
+        raise _malformed(origin, f"{at} is {_kind(message)} instead of an object", do)
+    # Arrow fills fields that other messages have with null: there is no difference between null and left out.
+    fields = {name: value for name, value in message.items() if value is not None}
+    names = ("role", "content") if "role" in fields or "from" not in fields else ("from", "value")
+    role = _field(fields, names[0], str, origin, f"{at}.")
+    if names[0] == "from":
+        role = _SPEAKERS.get(role, role)
+    more = {name: value for name, value in fields.items() if name not in names}
+    if "tool_calls" in more:
+        more["tool_calls"] = _calls(more["tool_calls"], f"{at}.tool_calls", origin)
+        fields.setdefault(names[1], "")
+    if isinstance(fields.get(names[1]), list):
+        fields[names[1]] = _joined(fields[names[1]], f"{at}.{names[1]}", origin)
+    content = _field(fields, names[1], str, origin, f"{at}.")
+    if not role or not (content.strip() or role == "tool" or more.get("tool_calls")):
+        raise _malformed(origin, f"{at} has an empty role or content", "fill it in or remove the row")
+    return ChatMessage(role, content, json.dumps(more, ensure_ascii=False, default=str) if more else "")
+
+
+def _joined(parts: Sequence[object], key: str, origin: str) -> str:
+    """The text of a content that comes in parts."""
+    texts = []
+    for number, part in enumerate(parts):
+        is_text = isinstance(part, Mapping) and part.get("type", "text") == "text"
+        text = part.get("text") if is_text else part
+        if not isinstance(text, str):
+            raise _malformed(origin, f"{key}[{number}] is {_kind(part)}, and only text can be trained", _NO_MEDIA)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _calls(calls: object, key: str, origin: str) -> list[dict[str, Any]]:
+    """Tool calls in OpenAI's form, with arguments as an object, which chat templates expect."""
+    made = []
+    for call in calls if isinstance(calls, Sequence) and not isinstance(calls, str) else [calls]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            arguments = 0
+        if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
+            do = 'write each call as {"type": "function", "function": {"name": "NAME", "arguments": {...}}}'
+            raise _malformed(origin, f"{key} has {_kind(call)}", do)
+        filled = {name: value for name, value in (arguments or {}).items() if value is not None}
+        others = {k: v for k, v in call.items() if k not in ("function", "name", "arguments") and v is not None}
+        made.append({"type": "function", **others, "function": {"name": name, "arguments": filled}})
+    return made
+
+
+def _ground_truth(value: object, key: str, origin: str) -> _Truth:
+    if isinstance(value, Mapping | list):
+        if not value:
+            raise _malformed(origin, f"{key} is empty", "fill in the right answer or remove the row")
+        return json.dumps(value, ensure_ascii=False, default=str), True
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        do = "write the right answer as a string or a number"
+        do = "write the right answer as a text, a number, a list or an object"
         raise _malformed(origin, f"{key} is {_kind(value)}", do)
     if isinstance(value, float) and not math.isfinite(value):
         do = "fill in the right answer or remove the row; an answer that is infinite or none is a string"
@@ -214,23 +329,18 @@ def _ground_truth(value: object, key: str, origin: str) -> str:
     text = str(value)
     if not text.strip():
         raise _malformed(origin, f"{key} is empty", "fill in the right answer or remove the row")
-    return text
+    return text, not isinstance(value, str)
 
 
-def _extra(value: object, origin: str) -> tuple[tuple[str, str], ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, Mapping):
-        raise _malformed(origin, f"extra_info is {_kind(value)} instead of an object", "make it one or leave it out")
-    return tuple(
-        (str(key), item if isinstance(item, str) else json.dumps(item, default=str)) for key, item in value.items()
-    )
-
-
-def _others(record: Mapping[str, object], known: Sequence[str], origin: str) -> tuple[tuple[str, str], ...]:
-    """`extra_info` and every other column that is not empty."""
-    others = {key: value for key, value in record.items() if key not in (*known, "extra_info") and value is not None}
-    return (*_extra(record.get("extra_info"), origin), *_extra(others, origin))
+def _extra(
+    info: object, others: Mapping[str, object], origin: str
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """The pairs of `extra_info` and of other columns, and the keys of those whose text is JSON."""
+    if not isinstance(info, Mapping | None):
+        raise _malformed(origin, f"extra_info is {_kind(info)} instead of an object", "make it one or leave it out")
+    values = {str(key): value for key, value in [*(info or {}).items(), *others.items()]}
+    pairs = ((k, v if isinstance(v, str) else json.dumps(v, default=str)) for k, v in values.items())
+    return tuple(pairs), tuple(key for key, value in values.items() if not isinstance(value, str))
 
 
 def _field(

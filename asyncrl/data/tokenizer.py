@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import jinja2
 import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path
+from asyncrl.data.chat_template import TEXT_ALONE, ChatTemplate
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.stop_strings import StopTexts
-from asyncrl.data.tool_calls import ToolPrompt, with_tools
+from asyncrl.data.tool_calls import ToolPrompt
 from asyncrl.errors import ConfigError, DataError, explain
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def load_tokenizer(model: ModelConfig, section: str = "model") -> PreTrainedToke
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(model.chat_template)
     if not tokenizer.chat_template:
-        do = f"set {section}.chat_template to a Jinja file, or use the chat (instruct) variant of the model"
+        do = f"set {section}.chat_template to a Jinja file, or to none: prompts are then the messages' text alone"
         raise ConfigError(explain(f"the chat template of {section}.path={model.path}", "its tokenizer has none", do))
     return tokenizer
 
@@ -64,48 +63,50 @@ def _tokenizer_class(path: str) -> Any:
     return transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
 
 
-def template_options(model: ModelConfig) -> dict[str, Any]:
-    """Arguments of `apply_chat_template` that the recipe determines, the same for every renderer of a run."""
-    options: dict[str, Any] = {}
-    if model.enable_thinking is not None:
-        options["enable_thinking"] = model.enable_thinking
-    if model.date is not None:  # otherwise transformers gives templates the clock
-        options["strftime_now"] = datetime.fromisoformat(model.date).strftime
-    return options
-
-
 class PromptRenderer:
     """Renders a row's messages to the token ids that the policy continues. `tools`: in every prompt."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, tools: ToolPrompt | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model: ModelConfig,
+        tools: ToolPrompt | None = None,
+        *,
+        parser: str = "auto",
+        continues: bool = True,
+    ) -> None:
+        """`parser`: as rollout.tool_use.parser. `continues`: as data.continue_final_message."""
+        self.template = ChatTemplate(tokenizer, model, parser)
         self._tokenizer = tokenizer
         self._tools = tools
+        self._continues = continues
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # fast tokenizers only
         self._normalizer: Any = None if backend is None else backend.normalizer
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._bounds_bytes = backend is not None and all(len(t.content.encode()) > 1 for t in added.values())
-        self._options = template_options(model)
 
     def prompt_ids(self, row: PromptRow) -> np.ndarray:
-        """[P] int32: the row through the chat template, up to the start of the assistant's turn.
+        """[P] int32: the row through the chat template, up to where the policy begins.
 
-        Raises DataError naming the row: the template refuses its messages, or renders nothing.
+        Raises DataError naming the row: the template refuses its messages, leaves one out, or renders nothing.
         """
         return self._ids(row, self.text(row))
 
     def text(self, row: PromptRow) -> str:
-        """The text that `prompt_ids` tokenizes. Raises DataError naming the row: the template refuses its messages."""
-        messages = [{"role": m.role, "content": m.content} for m in row.messages]
-        messages, options = with_tools(self._tokenizer, messages, self._tools)
+        """The text that `prompt_ids` tokenizes. Raises DataError naming the row, as `prompt_ids`."""
+        asked = f"the prompt of {row.origin}"
+        messages = [message.fields() for message in row.messages]
+        text = self.template.render(messages, self._tools, asked=asked, continues=self._continues)
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self._options, **options
-            )
-            str(text).encode()  # finds unpaired surrogates
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            do = "correct the row's roles or the chat template"
-            raise DataError(explain(f"the prompt of {row.origin}", f"the chat template fails: {error}", do)) from error
-        return str(text)
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(explain(asked, f"half a character: {error}", "correct the row")) from error
+        return text
+
+    def begins_thinking(self, row: PromptRow) -> bool:
+        """Whether the row's prompt ends inside a thought of the policy."""
+        last, thinking = row.messages[-1], self.template.thinking
+        return thinking.is_open(last.content) if last.role == "assistant" and self._continues else thinking.begun
 
     def tokens_over(self, row: PromptRow, text: str, limit: int) -> int | None:
         """The number of tokens of the row's `text` if above `limit`, else None.
@@ -172,19 +173,20 @@ def none_short(number: int, limit: int) -> DataError:
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, stop: Sequence[str]) -> tuple[int, ...]:
     """The ids at which an engine ends a response, ascending: the tokenizer's end of sequence, those of the model's
-    generation_config.json, and the `stop` texts that are one token.
+    generation_config.json and config.json, the end of a turn in the chat template, and the `stop` texts that are one
+    token.
 
     Raises ConfigError: nothing at all would end a response.
     """
-    ids = set(_generation_eos(model))
+    ids = set(_configured_ends(model))
     if isinstance(tokenizer.eos_token_id, int):
         ids.add(tokenizer.eos_token_id)
-    for text in stop:
+    for text in (*stop, *ChatTemplate(tokenizer, model).ends):
         encoded = tokenizer.encode(text, add_special_tokens=False)
         if len(encoded) == 1 and text in str(tokenizer.decode(encoded)):  # not the token of unknown texts
             ids.add(encoded[0])
     if not ids and not stop:
-        found = "neither its tokenizer nor its generation_config.json names one"
+        found = "neither its tokenizer, its chat template, its config.json nor its generation_config.json names one"
         raise ConfigError(explain(f"a token that ends a response of {model.path}", found, "set rollout.sampling.stop"))
     return tuple(sorted(ids))
 
@@ -201,33 +203,34 @@ def stop_texts(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> StopT
     return StopTexts(texts, decode) if texts else None
 
 
-def _generation_eos(model: ModelConfig) -> tuple[int, ...]:
-    file = _generation_config_file(model)
-    if file is None:
-        return ()
-    try:
-        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except ValueError as error:
-        raise ConfigError(explain(f"the generation config {file}", f"not JSON: {error}", "save it again")) from error
-    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+def _configured_ends(model: ModelConfig) -> Iterator[int]:
+    for name in ("config.json", "generation_config.json"):
+        file = _file_of(model, name)
+        if file is None:
+            continue
+        try:
+            eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except ValueError as error:
+            raise ConfigError(explain(f"the model's file {file}", f"not JSON: {error}", "save it again")) from error
+        yield from eos if isinstance(eos, list) else () if eos is None else (int(eos),)
 
 
-def _generation_config_file(model: ModelConfig) -> Path | None:
+def _file_of(model: ModelConfig, name: str) -> Path | None:
     directory = Path(model.path).expanduser()
     if directory.is_dir():
-        file = directory / "generation_config.json"
+        file = directory / name
         return file if file.is_file() else None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return Path(hf_hub_download(model.path, "generation_config.json", revision=model.revision))
+        return Path(hf_hub_download(model.path, name, revision=model.revision))
     except EntryNotFoundError:
-        return None  # the file is optional
+        return None  # generation_config.json is optional
 
 
 def _read_template(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return TEXT_ALONE if path == "none" else Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(explain(f"model.chat_template={path}", str(error), "name a readable Jinja file")) from error

@@ -109,7 +109,9 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
             _check_processes(recipe, facts, trains=trains)
         notes += [f"model.path: trained without {', '.join(facts.noise)}, as it is sampled"] * bool(facts.noise)
         stop_token_ids(tokenizer, recipe.model, recipe.rollout.stop)
-        renderer = PromptRenderer(tokenizer, recipe.model, prompt_tools(recipe, tokenizer))
+        tools, parser = prompt_tools(recipe, tokenizer), recipe.rollout.tool_use.parser
+        continues = recipe.data.continue_final_message
+        renderer = PromptRenderer(tokenizer, recipe.model, tools, parser=parser, continues=continues)
         notes += _parser_notes(recipe, tokenizer)
         notes += _check_other_models(recipe, tokenizer, use_hub=use_hub)
         notes += _check_pools(recipe, tokenizer, use_hub=use_hub) if trains else []

@@ -83,7 +83,7 @@ class AgentSession:
         self._closed = True
 
     def last_text(self) -> str:
-        """The last reply's text, without calls and special tokens."""
+        """The last reply's text, as rewards read responses."""
         assert self._nodes, "no request was answered"
         return self._session.decode(self._nodes[-1].last.token_ids)
 
@@ -145,7 +145,7 @@ class AgentSession:
             conversation.add_response(made)
             text = self._session.chat.decode_turn(made.token_ids)
             calls = PARSERS[self._parser](text, request.signatures) if request.tools else []
-            message = reply_message(self._session.decode(made.token_ids), calls, self.num_requests)
+            message = reply_message(self._session.chat.decode_text(made.token_ids), calls, self.num_requests)
             messages = *request.messages, message
             self._nodes.append(_Node(messages, request.tools, conversation, made, prompt_tokens, parent))
             reason = "tool_calls" if "tool_calls" in message else made.finish_reason
@@ -161,7 +161,7 @@ class AgentSession:
                 return Conversation(prompt_ids), len(prompt_ids)
             new = with_names(request.messages)[len(node.messages) :]
             conversation = node.conversation.fork()
-            conversation.add_environment(chat.next_turn(node.last.token_ids, new))
+            conversation.add_environment(chat.next_turn(node.last.token_ids, new, with_tools=bool(node.tools)))
             return conversation, node.prompt_tokens
         except DataError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error

@@ -40,7 +40,7 @@ def for_policy(chat: Chat, text: str, limit: int) -> str:
         ids = chat.encode(text)
         if len(ids) > limit:
             whole = f"{'more than ' if cut else ''}{len(ids)}"
-            text = f"{chat.decode(ids[:limit])}\n[cut: the first {limit} of {whole} tokens]"
+            text = f"{chat.decode_turn(ids[:limit])}\n[cut: the first {limit} of {whole} tokens]"
     return chat.harmless(text)
 
 

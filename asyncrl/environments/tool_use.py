@@ -62,7 +62,7 @@ class ToolUse:
             num_calls += len(results)
             num_errors += sum(result.failed for result in results)
             messages = [self._message(session.chat, c, r) for c, r in zip(calls, results, strict=True)]
-            ids = session.chat.next_turn(made.token_ids, messages)
+            ids = session.chat.next_turn(made.token_ids, messages, with_tools=True)
             cut = self._limits.room(len(task.prompt_ids), conversation.num_response_tokens) <= len(ids)
             if cut:
                 break

@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
+from asyncrl.data.thinking import Thinking
 from asyncrl.errors import ConfigError, DataError, explain
 from asyncrl.registry import resolve
 from asyncrl.rewards.code import CodeReward
@@ -46,6 +47,21 @@ _CHECKS: dict[str, Callable[[PromptRow], object]] = {
 _SIGNATURE = "(response: str, row: PromptRow) -> RewardResult or number, which may be async"
 
 
+_WHOLE = ("remote", "zero")
+"""Built-in rewards that get the whole response. The others judge what follows the policy's thoughts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A built-in reward of the text after the policy's thoughts; a thought without an end has none."""
+
+    reward: RewardFunction
+    thinking: Thinking
+
+    def __call__(self, response: str, row: PromptRow) -> RewardResult:
+        return self.reward(self.thinking.after(response, begun=row.thinks), row)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
     """The weighted sum of several rewards.
@@ -72,14 +88,16 @@ class WeightedSum:
         return RewardResult(total, (*([("correct", correct)] if correct is not None else []), *parts))
 
 
-def build_reward(config: RewardConfig) -> RewardFunction:
-    """The reward of a recipe: `reward.function`, or the weighted sum of `reward.parts`.
+def build_reward(config: RewardConfig, thinking: Thinking | None = None) -> RewardFunction:
+    """The reward of a recipe: `reward.function`, or the weighted sum of `reward.parts`. `thinking`: the marks of the
+    policy's thoughts.
 
     Raises ConfigError: unknown name, not importable, not a function of (response, row), or an invalid setting.
     """
+    marks = thinking or Thinking()
     if not config.parts:
-        return _build("reward.function", config.function, config)
-    built = ((name, weight, _build("reward.parts", name, config)) for name, weight in config.parts.items())
+        return _build("reward.function", config.function, config, marks)
+    built = ((name, weight, _build("reward.parts", name, config, marks)) for name, weight in config.parts.items())
     return WeightedSum(tuple(built))
 
 
@@ -94,9 +112,13 @@ def check_rows(config: RewardConfig, rows: Iterable[PromptRow]) -> None:
                 raise DataError(f"{error} ({config.asked})") from error
 
 
-def _build(key: str, name: str, config: RewardConfig) -> RewardFunction:
+def _build(key: str, name: str, config: RewardConfig, thinking: Thinking) -> RewardFunction:
     if name in REWARDS:
-        return REWARDS[name](config)
+        # A pattern that has the marks is one for the thoughts too.
+        is_whole = name in _WHOLE or (
+            name == "regex" and any(mark in config.pattern for mark in (thinking.opening, thinking.closing))
+        )
+        return REWARDS[name](config) if is_whole else Answer(REWARDS[name](config), thinking)
     found: Any = resolve(key, name, REWARDS)
     try:
         inspect.signature(found).bind("", None)

@@ -56,23 +56,15 @@ def asks_for_mark(row: PromptRow) -> bool:
     return any(r"\boxed" in message.content or _MARK.search(message.content) for message in row.messages)
 
 
-def after_thinking(response: str) -> str:
-    """The text after the last `</think>`; empty if a `<think>` has no end. If the template writes `<think>` into the
-    prompt, an unfinished thought is not detectable: a response without `</think>` is then taken whole."""
-    said = response.rpartition("</think>")[2]
-    return "" if "<think>" in said else said
-
-
 def final_answer(response: str, *, factorial: bool = False) -> str | None:
     """The answer that the response commits to, verbatim; None if it states none.
 
     Outside a box a final exclamation mark is emphasis, unless `factorial`.
     """
-    said = after_thinking(response)
-    if (held := boxed(said)) is not None:
+    if (held := boxed(response)) is not None:
         return held
-    marks = [mark.end() for mark in _MARK.finditer(said)]
-    line = _LINE.match(said, marks[-1]) if marks else None
+    marks = [mark.end() for mark in _MARK.finditer(response)]
+    line = _LINE.match(response, marks[-1]) if marks else None
     answer = line[1].partition("</answer>")[0].strip() if line else ""
     return (answer if factorial else answer.rstrip("!").rstrip()) or None
 

@@ -11,7 +11,7 @@ import re
 
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import explain
-from asyncrl.rewards.math import after_thinking, final_answer
+from asyncrl.rewards.math import final_answer
 from asyncrl.rewards.reward import RewardResult
 
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
@@ -48,7 +48,6 @@ def chosen_letter(response: str) -> str | None:
     stated = final_answer(response)
     if stated is not None and (letter := _stated(stated)):
         return letter
-    response = after_thinking(response)
     if marked := _PARENTHESES.findall(response):
         return marked[-1]
     lines = response.strip().splitlines()

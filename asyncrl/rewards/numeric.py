@@ -9,7 +9,7 @@ import sys
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import explain
-from asyncrl.rewards.math import after_thinking, final_answer
+from asyncrl.rewards.math import final_answer
 from asyncrl.rewards.math_reading import read, with_exponents, with_plain_fractions, without_markup
 from asyncrl.rewards.reward import RewardResult
 
@@ -34,7 +34,7 @@ class NumericReward:
         """
         truth = true_number(row)
         stated = final_answer(response)
-        number = last_number(_plain(after_thinking(response))) if stated is None else stated_number(stated)
+        number = last_number(_plain(response)) if stated is None else stated_number(stated)
         correct = float(number is not None and abs(number - truth) <= self._tolerance * (abs(truth) or 1.0))
         return RewardResult(correct, (("correct", correct), ("answered", float(number is not None))))
 

@@ -110,10 +110,10 @@ def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
 def _request(response: str, row: PromptRow) -> dict[str, Any]:
     return {
         "response": response,
-        "prompt": [{"role": message.role, "content": message.content} for message in row.messages],
-        "ground_truth": row.ground_truth,
+        "prompt": [message.fields() for message in row.messages],
+        "ground_truth": row.truth(),
         "data_source": row.data_source,
-        "extra": dict(row.extra),
+        "extra": row.values(),
     }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
+from asyncrl.data.thinking import Thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,13 @@ Response = str | bytes
 
 @dataclass(frozen=True, slots=True)
 class RewardSettings:
-    """`decoder`: the JSON of the tokenizer that decodes token ids; None: responses are texts."""
+    """`decoder`: the JSON of the tokenizer that decodes token ids, without the `ends` at their end; None: responses are
+    texts. `thinking`: the marks of the policy's thoughts."""
 
     config: RewardConfig
     decoder: str | None = None
+    ends: frozenset[int] = frozenset()
+    thinking: Thinking = field(default_factory=Thinking)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
+from asyncrl.data.thinking import Thinking
 from asyncrl.rewards.reward import GroupRequest, GroupResult, Response, RewardRequest, RewardResult, RewardSettings
 from asyncrl.workers.messages import WorkerSpec
 from asyncrl.workers.worker_pool import WorkerPool
@@ -42,11 +43,10 @@ class RewardPool(WorkerPool):
         self.decodes = False
         """Responses may be token ids."""
 
-    def decode_with(self, decoder: str | None) -> None:
-        """Has the processes decode responses that are token ids, without their special tokens. Before `start`.
-        `decoder`: JSON of the tokenizers library; None: responses are texts."""
+    def decode_with(self, decoder: str | None, ends: frozenset[int], thinking: Thinking) -> None:
+        """Has the processes decode responses that are token ids, as `RewardSettings` says. Before `start`."""
         self.decodes = decoder is not None
-        self._spec = replace(self._spec, settings=RewardSettings(self._config, decoder))
+        self._spec = replace(self._spec, settings=RewardSettings(self._config, decoder, ends, thinking))
 
     async def score(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
         """The reward of a response. Raises as `WorkerPool.call`."""

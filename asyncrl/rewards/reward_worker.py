@@ -13,7 +13,8 @@ from asyncrl.workers.worker_loop import serve
 
 def _scorer(settings: RewardSettings) -> Callable[[RewardRequest | GroupRequest], RewardResult | GroupResult]:
     config = settings.config
-    reward, of_group, text = build_reward(config), build_group_reward(config.group), _reader(settings.decoder)
+    reward, of_group = build_reward(config, settings.thinking), build_group_reward(config.group)
+    text = _reader(settings)
 
     def score(request: RewardRequest | GroupRequest) -> RewardResult | GroupResult:
         if isinstance(request, GroupRequest):
@@ -26,18 +27,21 @@ def _scorer(settings: RewardSettings) -> Callable[[RewardRequest | GroupRequest]
     return score
 
 
-def _reader(decoder: str | None) -> Callable[[Response], str]:
-    """The text of a response."""
-    if decoder is None:
+def _reader(settings: RewardSettings) -> Callable[[Response], str]:
+    """The text of a response, as `Chat.decode` makes it."""
+    if settings.decoder is None:
         return _text_alone
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(decoder)
+    tokenizer, ends, skips = Tokenizer.from_str(settings.decoder), settings.ends, settings.config.skip_special_tokens
 
     def text(response: Response) -> str:
         if isinstance(response, str):
             return response
-        return str(tokenizer.decode(memoryview(response).cast("i").tolist(), skip_special_tokens=True))
+        ids = memoryview(response).cast("i").tolist()
+        while ids and ids[-1] in ends:
+            ids.pop()
+        return str(tokenizer.decode(ids, skip_special_tokens=skips))
 
     return text
 

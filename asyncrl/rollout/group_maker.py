@@ -76,18 +76,20 @@ class GroupMaker:
             experts=recipe.trainer.router_replay == "rollout",
             kept=rollout.sampling.keep_sets,
         )
-        chat = Chat(tokenizer, recipe.model, rollout.tool_use.parser)
+        parser, skips = rollout.tool_use.parser, recipe.reward.skip_special_tokens
+        chat = Chat(tokenizer, recipe.model, parser, skip_special_tokens=skips)
         tools = await asyncio.to_thread(prompt_tools, recipe, tokenizer)  # blocks on MCP servers
         # The rewards decode with the chat's tokenizer, and `start` of the environment is user code under a deadline.
-        self._renderer = PromptRenderer(tokenizer, recipe.model, tools)
+        continues = recipe.data.continue_final_message
+        self._renderer = renderer = PromptRenderer(tokenizer, recipe.model, tools, parser=parser, continues=continues)
         self._environment = build_environment(recipe, chat)
-        self._rewards.decode_with(chat.plain_decoder)
+        self._rewards.decode_with(chat.plain_decoder, chat.ends, renderer.template.thinking)
         await self._rewards.start()
         self._user_code = UserCode()
         if isinstance(self._environment, Managed):
             await self._of_environment("its start", self._environment.start, recipe.ray.start_timeout_s)
         self._add_scorers(chat)
-        self.tools = SessionTools(self._client, chat, self._scorers.score, stop_texts(tokenizer, rollout.stop))
+        self.tools = SessionTools(self._client, chat, self._score, stop_texts(tokenizer, rollout.stop))
 
     def _add_scorers(self, chat: Chat) -> None:
         config, judging = self._recipe.reward.group, self._recipe.reward.judge
@@ -107,6 +109,9 @@ class GroupMaker:
         if (teacher := self._pools.get("teacher")) is not None:
             top_k = self._recipe.algorithm.distillation.top_k
             self._additions.append(partial(with_teacher, teacher, top_k=top_k))
+
+    async def _score(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
+        return await self._scorers.score(response, replace(row, thinks=self._renderer.begins_thinking(row)))
 
     async def make(self, running: RunningGroup, row: PromptRow) -> TrajectoryGroup:
         """All trajectories of the group, made concurrently and validated; `running.done` gets each one when it is

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from asyncrl.config.checks import require
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rewards import JudgeConfig
-from asyncrl.data.rows import ChatMessage, PromptRow
-from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
+from asyncrl.data.chat import Chat
+from asyncrl.data.rows import PromptRow
+from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import GenerationError, explain
 from asyncrl.remote.tasks import concurrently
 from asyncrl.rewards.pairwise import scored
@@ -32,9 +32,8 @@ class Judge:
         """Raises ConfigError: the judge has no tokenizer or no chat template, or one answer is a prefix of another."""
         self._config = config
         self._client = client
-        self._tokenizer = tokenizer = load_tokenizer(model)
-        self._renderer = PromptRenderer(tokenizer, model)
-        self._stops = stop_token_ids(tokenizer, model, [])
+        tokenizer = load_tokenizer(model)
+        self._chat = Chat(tokenizer, model)
         self._answers = [
             (np.array(tokenizer(text, add_special_tokens=False).input_ids, np.int32), worth)
             for text, worth in config.worths.items()
@@ -66,8 +65,7 @@ class Judge:
     async def _ask(self, places: Mapping[str, str], row: PromptRow) -> RewardResult:
         prompt = "\n".join(message.content for message in row.messages)
         filled = _filled(self._config.prompt, {**places, "{prompt}": prompt, "{truth}": row.ground_truth})
-        question = replace(row, messages=(ChatMessage("user", filled),))
-        prompt_ids = self._renderer.prompt_ids(question)
+        prompt_ids = self._chat.prompt([{"role": "user", "content": filled}])
         try:
             if self._config.read == "expected":
                 return RewardResult(await self._expected(prompt_ids))
@@ -86,9 +84,11 @@ class Judge:
     async def _written(self, prompt_ids: np.ndarray, row: PromptRow) -> RewardResult:
         """The reward for the judge's written answer."""
         config = self._config
-        sampling = SamplingParams(temperature=0.0, max_tokens=config.max_tokens, stop_token_ids=self._stops)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=config.max_tokens, stop_token_ids=tuple(sorted(self._chat.ends))
+        )
         generation = await self._client.generate(prompt_ids, sampling)
-        text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
+        text = self._chat.decode_turn(generation.token_ids)
         worth = read_worth(text, config)
         if worth is not None:
             return RewardResult(worth)

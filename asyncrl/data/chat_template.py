@@ -1,0 +1,207 @@
+"""Renders conversations with a model's chat template: prompts of rows, turns of environments, requests to servers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from asyncrl.config.model import ModelConfig
+from asyncrl.data.thinking import Thinking
+from asyncrl.data.tool_calls import ParserName, ToolPrompt, parser_for, template_text, with_tools, written
+from asyncrl.errors import DataError, explain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+"""A message of OpenAI's API and chat templates: role, content, optionally tool_calls, tool_call_id, name."""
+
+QUESTION, REPLY = "question7391", "reply7391"
+_RESULT, _THOUGHT = "result7391", "thought7391"
+_CALL = {"type": "function", "id": "call73910", "function": {"name": "tool7391", "arguments": {"key7391": "value7391"}}}
+_ASKED: list[Message] = [{"role": "user", "content": QUESTION}]
+_SAID: list[Message] = [*_ASKED, {"role": "assistant", "content": REPLY}]
+
+TEXT_ALONE = "{% for m in messages %}{{ m.content }}{% if not loop.last %}\n{% endif %}{% endfor %}"
+"""The template of `model.chat_template=none`."""
+_USED = {"role", "content", "tool_calls", "tool_call_id"}
+"""Fields of messages that are rendered, in words at least, whatever the template."""
+_MARKUP = re.compile(r"(<[^<>\s]*>|\[[^\[\]\s]*\]|\S+)\s*$")
+
+
+class ChatTemplate:
+    """The chat template of one tokenizer, with the options of the recipe.
+
+    What the template cannot say is said in words: tool calls in the format `parser` (of `parser_for`), results of tools
+    as messages of the user. In messages of users and tools a special token is broken by a space, so that they cannot
+    end their turn. `unused`: names of the messages' fields that the template does not render.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, parser: str = "auto") -> None:
+        self.text = template_text(tokenizer)
+        self.unused: set[str] = set()
+        self._tokenizer = tokenizer
+        self._parser: ParserName = parser_for(parser, self.text)
+        self._options: dict[str, Any] = {}
+        if model.enable_thinking is not None:
+            self._options["enable_thinking"] = model.enable_thinking
+        if model.date is not None:  # otherwise transformers gives templates the clock
+            self._options["strftime_now"] = datetime.fromisoformat(model.date).strftime
+        tokens = tokenizer.added_tokens_decoder.values()
+        self._specials = [token.content for token in tokens if token.special and len(token.content) > 1]
+        self._added = {token.content for token in tokens}
+
+    def render(
+        self, messages: Sequence[Message], tools: ToolPrompt | None = None, *, asked: str, continues: bool = True
+    ) -> str:
+        """The conversation up to the start of the assistant's next turn. If the last message is the assistant's, up to
+        the end of its text, which the policy continues; without `continues` that turn is closed, and another begun.
+
+        Raises DataError, of `asked`: the template refuses the messages, or leaves out the text of one.
+        """
+        said = [self._speakable(message) for message in messages]
+        plain, options = with_tools(self._tokenizer, said, tools)
+        is_begun = continues and said[-1]["role"] == "assistant" and not said[-1].get("tool_calls")
+        text = self._apply(plain, asked, continue_final_message=is_begun, **options)
+        for message in said:
+            self._require_said(message, text, asked)
+        return text
+
+    def turn(self, messages: Sequence[Message], *, with_tools: bool, asked: str) -> tuple[str, str]:
+        """(head, tail): the tail is what the template writes after a reply: `messages`, up to the start of the
+        assistant's next turn. `with_tools`: the conversation began with tools. Raises DataError, of `asked`."""
+        # Render a dummy conversation and cut it behind its reply: templates offer no rendering of a suffix.
+        said = [self._speakable(message) for message in messages]
+        text = self._apply([*_SAID, *said], asked, **self._variant(with_tools=with_tools))
+        for message in said:
+            self._require_said(message, text, asked)
+        at = text.index(REPLY) + len(REPLY)
+        return text[:at], text[at:]
+
+    def harmless(self, text: str) -> str:
+        """`text` with a space inserted into every special token, so that it cannot end its turn."""
+        for token in self._specials:
+            if token in text:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    @cached_property
+    def after_reply(self) -> str:
+        """What the template writes after a last reply; empty if it renders none."""
+        return self._rendered(_SAID).rpartition(REPLY)[2]
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """The tokens with which a turn of the assistant ends, by the template: after a reply, and after a tool call."""
+        head, _, later = self._rendered([*_SAID, *_ASKED]).partition(REPLY)
+        # What stands after every reply ends it; what stands only after the last one does where there is no such token.
+        reply = self._added_in(_shared(self.after_reply, later)) or self._added_in(self.after_reply)
+        opening = head.partition(QUESTION)[0]
+        begins = max((token for token in self._added if token in opening), key=opening.rfind, default="")
+        reply = list(itertools.takewhile(lambda token: token != begins, reply))
+        call = self._rendered([*_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]).rstrip()
+        of_call = [token for token in self._specials if call.endswith(token) and _CALL["function"]["name"] in call]
+        return tuple(dict.fromkeys([*reply[-1:], *of_call]))
+
+    @cached_property
+    def thinking(self) -> Thinking:
+        """The marks of thoughts as the template writes them; `<think>` if it writes none."""
+        said = {**_SAID[1], "reasoning_content": _THOUGHT, "thinking": _THOUGHT}
+        shown, begun = self._rendered([*_ASKED, said]), self._rendered(_ASKED, add_generation_prompt=True)
+        before, found, after = shown.partition(_THOUGHT)
+        marks = Thinking()
+        if found and REPLY in after:
+            opening = before.removeprefix(begun).strip() if before.startswith(begun) else ""
+            closing = after.partition(REPLY)[0].strip()
+            last = _MARKUP.search(before)
+            marks = Thinking(opening or (last[1] if last else ""), closing)
+        if not marks.opening or not marks.closing:
+            marks = Thinking()
+        turn = begun.removeprefix(_shared(begun, self._rendered(_ASKED)))
+        return replace(marks, begun=marks.is_open(turn))
+
+    def _added_in(self, text: str) -> list[str]:
+        """The tokens that were added to the vocabulary, such as special ones, at the start of a text, in order."""
+        found = []
+        while text := text.lstrip():
+            token = max((token for token in self._added if token and text.startswith(token)), key=len, default="")
+            if not token:
+                break
+            found.append(token)
+            text = text[len(token) :]
+        return found
+
+    def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
+        """The template's text for a conversation of its own; empty if it refuses it."""
+        try:
+            return self._apply(messages, "a conversation", **{"add_generation_prompt": False, **options})
+        except DataError:
+            return ""
+
+    def _apply(self, messages: Sequence[Message], asked: str, **options: Any) -> str:
+        options = {"add_generation_prompt": not options.get("continue_final_message"), **self._options, **options}
+        try:
+            text = str(
+                self._tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options)  # type: ignore[arg-type]
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            found = f"the chat template fails on messages of {roles}: {str(error).partition(chr(10))[0]}"
+            raise DataError(explain(asked, found, "correct the messages' roles or the chat template")) from error
+        return text
+
+    def _variant(self, *, with_tools: bool) -> dict[str, Any]:
+        """The template for conversations with tools, of tokenizers that have one of its own for them."""
+        templates = self._tokenizer.chat_template
+        own = isinstance(templates, dict) and with_tools and "tool_use" in templates
+        return {"chat_template": templates["tool_use"]} if own else {}
+
+    def _require_said(self, message: Message, text: str, asked: str) -> None:
+        """Raises DataError: a template that skips unknown roles, for instance, has left out the message."""
+        self.unused |= {name for name in message.keys() - _USED if not re.search(rf"\b{re.escape(name)}\b", self.text)}
+        lost = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        content = str(message.get("content") or "")
+        if lost and content not in text:  # such templates write the calls of a message alone
+            self.unused.add("content of messages with tool_calls")
+            content = ""
+        if message["role"] == "assistant":  # templates leave out earlier thoughts
+            content = content.rpartition(self.thinking.closing)[2]
+        for told in (*lost, content.strip()):
+            if told not in text and json.dumps(told, ensure_ascii=False)[1:-1] not in text:
+                found = f"the chat template leaves out a message of role {message['role']}: {told[:60]!r}"
+                do = "give it a role that the template renders, such as system, or set model.chat_template to another"
+                raise DataError(explain(asked, found, do))
+
+    def _speakable(self, message: Message) -> dict[str, Any]:
+        """Converts tool calls to text and tool results to user messages if the template does not support them."""
+        said = dict(message)
+        if said.get("role") in ("user", "tool") and isinstance(said.get("content"), str):
+            said["content"] = self.harmless(said["content"])
+        if said.get("tool_calls") and "tool_calls" not in self.text:
+            functions = [call["function"] for call in said.pop("tool_calls")]
+            calls = [written(function["name"], function["arguments"], self._parser) for function in functions]
+            said["content"] = "\n".join([*filter(None, [said.get("content")]), *calls])
+        if said.get("role") == "tool" and not self._knows_results:
+            content = f"Result of {said.get('name', 'the tool')}:\n{said.get('content')}"
+            return {"role": "user", "content": content}
+        return said
+
+    @cached_property
+    def _knows_results(self) -> bool:
+        called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        result = {"role": "tool", "name": "tool7391", "tool_call_id": _CALL["id"], "content": _RESULT}
+        return any(_RESULT in self._rendered([*_ASKED, said, result]) for said in (called, _SAID[1]))
+
+
+def _shared(first: str, second: str) -> str:
+    """The text with which both begin."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return "".join(one for one, _ in same)
