@@ -28,16 +28,17 @@ from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.config.trainer import TrainerConfig
+from asyncrl.data.chat import Chat
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.prompt_stream import PromptStream
-from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
+from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import AsyncRLError, cause
 from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.queue.ledger import Ledger
 from asyncrl.queue.masking import StoredGroup, summarize
 from asyncrl.queue.staleness import StalenessPolicy
 from asyncrl.remote.waits import deadline
-from asyncrl.rewards.math import math_reward
+from asyncrl.rewards import RewardConfig, build_reward
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.router import Router
 from asyncrl.trainer.backends import build_backend
@@ -59,13 +60,12 @@ class Loop:
     def __init__(self, *, model: str, data: str, steps: int, max_lag: int, seed: int) -> None:
         """Raises ConfigError: there is no such model or data; it says which command makes the tiny ones."""
         config, self.steps, self.seed = ModelConfig(path=model), steps, seed
-        # The task: rows in a shuffled order, and the model's chat format.
-        self.tokenizer = load_tokenizer(config)
-        self.renderer = PromptRenderer(self.tokenizer, config)
+        # The task: rows in a shuffled order, their reward, and the model's chat format.
+        self.chat, self.reward = Chat(load_tokenizer(config), config), build_reward(RewardConfig(function="math"))
         self.rows = load_rows(data)
         self.order = PromptStream(len(self.rows), seed)
         # Generation: engines with random weights, which sample nothing before the first publish.
-        self.sampling = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=stop_token_ids(self.tokenizer, config, ()))
+        self.sampling = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=tuple(sorted(self.chat.ends)))
         settings = TorchEngineConfig(num_slots=128, device="cpu")
         self.engines = [TorchEngine(config, settings, load_real_weights=False) for _ in range(NUM_ENGINES)]
         self.router = Router()
@@ -111,12 +111,12 @@ class Loop:
     async def respond(self, ordinal: int, index: int) -> Trajectory:
         """One response and its reward. A publish aborts the request, and the next one goes on from its tokens with the
         weights that are served then: a partial rollout. Each token keeps the version that sampled it."""
-        row, seed = self.rows[self.order.row_index(ordinal)], hash((self.seed, ordinal, index))
-        prompt_ids, draft, ended, attempts = self.renderer.prompt_ids(row), Draft(), None, itertools.count()
+        row, attempts, seed = self.rows[self.order.row_index(ordinal)], itertools.count(), (self.seed, ordinal, index)
+        prompt_ids, draft, ended = self.chat.prompt(row.conversation()), Draft(), None
         while draft.complete(self.sampling, ended) is None:
             name, so_far = f"{ordinal}.{index}.{next(attempts)}", np.concatenate([prompt_ids, draft.token_ids])
             rest = replace(self.sampling, max_tokens=MAX_TOKENS - draft.num_tokens)
-            request = GenerationRequest(name, so_far, rest, seed=seed, first_position=draft.num_tokens)
+            request = GenerationRequest(name, so_far, rest, seed=hash(seed), first_position=draft.num_tokens)
             replica_id = self.router.pick(session_id=f"group {ordinal}")
             async for chunk in self.engines[replica_id].generate(request):
                 draft.add(chunk, replica_id)
@@ -128,7 +128,7 @@ class Loop:
             logprobs=draft.logprobs,
             loss_mask=np.ones(draft.num_tokens, np.bool_),
             segments=draft.segments,  # which version sampled which tokens
-            reward=math_reward(str(self.tokenizer.decode(draft.token_ids, skip_special_tokens=True)), row).reward,
+            reward=self.reward(self.chat.decode(draft.token_ids), row).reward,
         )
 
     async def train(self) -> list[LeaseManifest]:

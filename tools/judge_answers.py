@@ -15,8 +15,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
-from asyncrl.rewards.math import math_reward
+from asyncrl.rewards import build_reward
 
 ANSWERS = Path(__file__).parents[1] / "tests/data/math_answers.jsonl"
 """One object a line: name, response, truth, `human` (whether a careful human calls it right), the judgements of the
@@ -31,7 +32,7 @@ meters meals edges students childrentickets multiples \text{s} \text{.} \text{}^
 def asyncrl(response: str, truth: str) -> bool:
     """Reward math."""
     row = PromptRow((ChatMessage("user", "?"),), truth, "table", (), "math_answers.jsonl")
-    return math_reward(response, row).reward == 1
+    return build_reward(RewardConfig(function="math"))(response, row).reward == 1
 
 
 def math_verify(response: str, truth: str, timeout_s: int = 5) -> bool:

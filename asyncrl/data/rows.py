@@ -82,6 +82,10 @@ class PromptRow:
         told = self.data_source, self.extra, self.origin, self.structured, self.thinks
         return PromptRow, (self.messages, self.ground_truth, *told)
 
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them."""
+        return [message.fields() for message in self.messages]
+
     def truth(self) -> Any:
         """The ground truth as it is in the dataset: a text, number, list or object."""
         return json.loads(self.ground_truth) if "ground_truth" in self.structured else self.ground_truth
@@ -249,7 +253,7 @@ def to_record(row: PromptRow) -> dict[str, object]:
     """The record of a row, for dataset files; the inverse of `parse_record`."""
     return {
         "data_source": row.data_source,
-        "prompt": [message.fields() for message in row.messages],
+        "prompt": row.conversation(),
         "ability": "MATH",
         "reward_model": {"ground_truth": row.truth(), "style": "rule"},
         "extra_info": row.values(),

@@ -95,8 +95,7 @@ class PromptRenderer:
     def text(self, row: PromptRow) -> str:
         """The text that `prompt_ids` tokenizes. Raises DataError naming the row, as `prompt_ids`."""
         asked = f"the prompt of {row.origin}"
-        messages = [message.fields() for message in row.messages]
-        text = self.template.render(messages, self._tools, asked=asked, continues=self._continues)
+        text = self.template.render(row.conversation(), self._tools, asked=asked, continues=self._continues)
         try:
             text.encode()
         except UnicodeEncodeError as error:

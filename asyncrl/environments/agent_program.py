@@ -139,7 +139,7 @@ class AgentProgram:
 def _task_json(task: Task) -> bytes:
     """The program's input, without the ground truth."""
     row = task.row
-    messages = [message.fields() for message in row.messages]
+    messages = row.conversation()
     told = {"messages": messages, "data_source": row.data_source, "extra": dict(row.extra)}
     return json.dumps(told | {"ordinal": task.ordinal, "index": task.index}).encode()
 

@@ -98,7 +98,7 @@ def setting_of(task: Task, key: str, kind: type | tuple[type, ...], default: Any
 def _opening(row: PromptRow, observation: str) -> list[dict[str, Any]]:
     """The row's messages and the first observation. The observation joins a last message of the user, since templates
     may require alternating roles."""
-    messages: list[dict[str, Any]] = [message.fields() for message in row.messages]
+    messages: list[dict[str, Any]] = row.conversation()
     if messages[-1]["role"] == "user":
         messages[-1]["content"] = f"{messages[-1]['content']}\n\n{observation}"
         return messages

@@ -18,7 +18,7 @@ async def agent(base_url: str, api_key: str, task: Task) -> str | None:
     import openai
 
     calculator = Calculator()
-    messages: list[Any] = [message.fields() for message in task.row.messages]
+    messages: list[Any] = task.row.conversation()
     tools: list[Any] = [schema_of(calculator)]
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None) as client:
         while True:

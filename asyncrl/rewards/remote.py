@@ -110,7 +110,7 @@ def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
 def _request(response: str, row: PromptRow) -> dict[str, Any]:
     return {
         "response": response,
-        "prompt": [message.fields() for message in row.messages],
+        "prompt": row.conversation(),
         "ground_truth": row.truth(),
         "data_source": row.data_source,
         "extra": row.values(),

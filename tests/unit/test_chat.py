@@ -91,7 +91,10 @@ def test_messages_that_the_template_refuses_are_an_error():
 def test_the_text_of_a_turn_keeps_special_tokens_but_not_its_end():
     chat = chat_with(QWEN)
     assert chat.decode_turn(chat.encode("a<|im_start|>b<|im_end|>")) == "a<|im_start|>b"
-    assert chat.decode(chat.encode("a<|im_start|>b<|im_end|>")) == "ab"
+    assert chat.decode(chat.encode(" a<|im_start|> .<|im_end|>")) == " a<|im_start|> .", "as rewards read it"
+    assert chat.decode_text(chat.encode("a<|im_start|>b<|im_end|>")) == "ab"
+    skips = Chat(tokenizer_with(QWEN), ModelConfig(path="/"), skip_special_tokens=True)
+    assert skips.decode(chat.encode("a<|im_start|>b<|im_end|>")) == "ab"
 
 
 def test_half_a_character_is_a_question_mark():
@@ -128,7 +131,7 @@ def test_a_plain_decoder_reads_as_the_chat_does_or_there_is_none(kind, cleans):
     )
     chat = Chat(tokenizer, ModelConfig(path="/"))
     decoder = chat.plain_decoder
-    assert (decoder is None) == (kind == "of its own" or (cleans and kind != "BPE"))
+    assert (decoder is None) == (kind == "of its own")
     ids = chat.encode("is n't . <|im_end|> is")
     if decoder is not None:
-        assert Tokenizer.from_str(decoder).decode(ids.tolist(), skip_special_tokens=True) == chat.decode(ids)
+        assert Tokenizer.from_str(decoder).decode(ids.tolist(), skip_special_tokens=False) == chat.decode(ids)

@@ -50,7 +50,7 @@ BAD = {
     "prompt is empty": (RECORD | {"prompt": []}, "prompt is empty"),
     "message is text": (RECORD | {"prompt": ["hi"]}, "prompt[0] is str 'hi' instead of an object"),
     "no content": (RECORD | {"prompt": [{"role": "user"}]}, "no prompt[0].content"),
-    "content is a list": (RECORD | {"prompt": [{"role": "user", "content": [1]}]}, "prompt[0].content is list [1]"),
+    "content is a number": (RECORD | {"prompt": [{"role": "user", "content": [1]}]}, "prompt[0].content[0] is int 1"),
     "content is blank": (RECORD | {"prompt": [{"role": "user", "content": " "}]}, "empty role or content"),
     "no ground truth": (RECORD | {"reward_model": {"style": "rule"}}, "reward_model has no ground_truth"),
     "ground truth is null": (RECORD | {"reward_model": {"ground_truth": None}}, "ground_truth is NoneType None"),

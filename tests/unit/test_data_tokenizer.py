@@ -71,7 +71,7 @@ def test_every_renderer_writes_the_date_of_the_recipe(tmp_path: Path) -> None:
     model = replace(save_tokenizer(tmp_path, template=template), date="2020-02-03")
     assert renderer_of(model).text(row("a")) == "03 Feb 2020 a"
     chat = Chat(load_tokenizer(model), model)
-    assert chat._render([{"role": "user", "content": "a"}], {}) == "03 Feb 2020 a"
+    assert chat._template.render([{"role": "user", "content": "a"}], asked="it") == "03 Feb 2020 a"
     for wrong in ("today", "2026-02-30", "20260203"):
         with pytest.raises(ConfigError, match=rf"model\.date={wrong}"):
             replace(model, date=wrong)

@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.rewards import RewardConfig
+from asyncrl.rewards import build_reward
 from asyncrl.rewards.math import check_truth, final_answer, math_reward, same_answer
 from tests.make import row
 
@@ -242,8 +244,9 @@ TRUTHS = ["3", "1/2", r"\sqrt{2}", "(1, 2)", "x^2+1", "no solution", "B", "1,2",
 def test_a_truth_is_right_in_every_form(form: str, truth: str) -> None:
     assert math_reward(form % truth, row(truth)).reward == 1.0
     assert math_reward(form % truth, row("77")).reward == 0.0
-    assert math_reward("<think>Answer: 77</think>" + form % truth, row(truth)).reward == 1.0
-    assert final_answer("<think>" + form % truth) is None
+    judge = build_reward(RewardConfig(function="math"))
+    assert judge("<think>Answer: 77</think>" + form % truth, row(truth)).reward == 1.0
+    assert judge("<think>" + form % truth, row(truth)).parts[1] == ("answered", 0.0)
 
 
 LONG = [
