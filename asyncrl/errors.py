@@ -90,6 +90,13 @@ class RunFailed(AsyncRLError, RuntimeError):
     exit_code = 3
 
 
+class NoParity(RunFailed):
+    """Replicas and trainer compute different policies from the same weights: the model, or how it is served, is not as
+    the recipe needs it."""
+
+    exit_code = 2
+
+
 class Stalled(AsyncRLError, TimeoutError):
     """Nothing in the run made progress for `recovery.stall_timeout_s`; stacks of all processes were written."""
 

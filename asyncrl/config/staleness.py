@@ -50,6 +50,10 @@ class StalenessConfig:
     """When groups are admitted, within max_lag. eager: as soon as it allows. just_in_time: just early enough to be
     ready when a step asks for them; tokens are younger if training is slower than generation. Read in mode
     fully_async."""
+    parity: Literal["stop", "warn"] = "stop"
+    """What the first step with tokens of lag 0 does if replicas and trainer do not compute the same log-probabilities
+    for them (bounds: asyncrl/queue/parity.py). stop: the run ends, with exit code 2 and the suspects. Later steps
+    warn."""
     guard: Literal["off", "watch", "act"] = "off"
     """Off-policy guard, which checks the training metrics of every step. act: while the run is too far off-policy,
     lower the limit on the lag below max_lag, then raise the algorithm's corrections, then stop the run with a

@@ -31,7 +31,9 @@ class TrainingSet:
     """The training rows of a run; each renders to at most `data.max_prompt_tokens` tokens.
 
     Dropped rows: `num_duplicates` repeat an earlier row, `num_filtered` are outside the curriculum, `num_dropped` are
-    too long. `sources` tile the rows of a mixture; `ease`: [rows] float64, the curriculum's number. `digest` covers
+    too long. `unused`: columns that no row uses.
+
+    `sources` tile the rows of a mixture; `ease`: [rows] float64, the curriculum's number. `digest` covers
     prompts, ground truths, `extra` (which rewards read) and their order: ordinals mean the same tasks only under the
     same digest. `data.prompt_stream` maps ordinals to rows.
     """
@@ -41,6 +43,7 @@ class TrainingSet:
     num_duplicates: int = 0
     num_filtered: int = 0
     num_dropped: int = 0
+    unused: tuple[str, ...] = ()
     sources: tuple[SourceRows, ...] = ()
     ease: np.ndarray | None = None
     curriculum: CurriculumConfig | None = None
@@ -88,12 +91,13 @@ class _Collected:
         self._digest = hashlib.blake2b(b"" if renderer is None else renderer.identity(), digest_size=16)
         self._ease: list[float] = []
         self._duplicates = self._filtered = self._dropped = 0
+        self._unused: set[str] = set()
 
     def read(self, path: str) -> None:
         """Adds the rows of one source. Raises DataError, StorageError."""
         data, key = self._data, self._data.curriculum.key
         in_range = dropped = taken = 0
-        for row in self._distinct(read_rows(path, data.schema, data.system_prompt)):
+        for row in self._distinct(read_rows(path, data.schema, data.system_prompt, self._unused)):
             ease = ease_of(row, key) if key else 0.0
             if key and not data.curriculum.min <= ease <= data.curriculum.max:
                 self._filtered += 1
@@ -127,6 +131,7 @@ class _Collected:
             num_duplicates=self._duplicates,
             num_filtered=self._filtered,
             num_dropped=self._dropped,
+            unused=tuple(sorted(self._unused)),
             sources=sources,
             ease=ease,
             curriculum=self._data.curriculum if key else None,

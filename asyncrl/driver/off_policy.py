@@ -1,30 +1,35 @@
-"""Applies the off-policy guard to a run: reads the metrics of each step and carries out the decisions."""
+"""Applies the parity gate and the off-policy guard to a run: reads the metrics of each step and carries out the
+decisions."""
 
 from __future__ import annotations
 
 import logging
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.errors import RunFailed, explain
+from asyncrl.errors import NoParity, RunFailed, explain
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.guard import LEVELS, GuardDecision, OffPolicyGuard
 from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.queue.parity import Parity
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.types import LedgerCounts
 from asyncrl.types.events import GuardChanged
-from asyncrl.types.guard import GuardState
+from asyncrl.types.guard import SUSPECTS, GuardState
 from asyncrl.types.metrics import Metric, Record
 
 logger = logging.getLogger(__name__)
 
 
 class GuardLoop:
-    """Owns the guard's state between steps. Does nothing with `staleness.guard=off`."""
+    """Owns the guard's state between steps. With `staleness.guard=off` it only watches the parity."""
 
     def __init__(self, recipe: Recipe, queue: ActorClient[MessageQueue], events: EventLog) -> None:
         self._config, self._mode = recipe.staleness.guard_rules, recipe.staleness.guard
         self._queue, self._events, self._max_lag = queue, events, recipe.max_lag
         self._rules = OffPolicyGuard.of(recipe)
+        self._parity, self._may_stop = Parity.of(recipe), recipe.staleness.parity == "stop"
+        self._had_parity: bool | None = None
+        """Of the last step with tokens of lag 0; None before the first."""
         self.state = None if self._mode == "off" else self._rules.begin()
         """Saved in checkpoints. With `watch`: the state as if the guard had acted."""
         self.stopped: RunFailed | None = None
@@ -52,6 +57,7 @@ class GuardLoop:
     async def after_step(self, step: int, record: Record) -> tuple[dict[str, float], LedgerCounts | None]:
         """Reads the metrics of the committed `step`, and acts. Returns the guard's metrics, and the ledger's counts if
         the queue was called."""
+        self._check_parity(step, record)
         if self.state is None:
             return {}, None
         reading = self._rules.read(record)
@@ -64,6 +70,17 @@ class GuardLoop:
             Metric.GUARD_SEVERITY: reading.severity,
         }
         return metrics, counts
+
+    def _check_parity(self, step: int, record: Record) -> None:
+        if self._parity is None or not record.get(Metric.LAG_TOKENS.of("0")):
+            return
+        found, before = self._parity.misfit(record), self._had_parity
+        self._had_parity = found is None
+        if found and before is None and self._may_stop:
+            asked = "replicas and a trainer that compute the same policy (staleness.parity=stop)"
+            self.stopped = NoParity(explain(asked, f"in step {step}, {found}", SUSPECTS))
+        elif found and before is not False:
+            logger.warning("replicas and trainer compute different policies: in step %d, %s; %s", step, found, SUSPECTS)
 
     @property
     def _acts(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -108,11 +108,10 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
             facts = hub_facts(recipe.model)
             _check_processes(recipe, facts, trains=trains)
         notes += [f"model.path: trained without {', '.join(facts.noise)}, as it is sampled"] * bool(facts.noise)
-        stop_token_ids(tokenizer, recipe.model, recipe.rollout.stop)
         tools, parser = prompt_tools(recipe, tokenizer), recipe.rollout.tool_use.parser
         continues = recipe.data.continue_final_message
         renderer = PromptRenderer(tokenizer, recipe.model, tools, parser=parser, continues=continues)
-        notes += _parser_notes(recipe, tokenizer)
+        notes += [*_end_notes(recipe, tokenizer, renderer), *_parser_notes(recipe, tokenizer)]
         notes += _check_other_models(recipe, tokenizer, use_hub=use_hub)
         notes += _check_pools(recipe, tokenizer, use_hub=use_hub) if trains else []
     else:
@@ -143,6 +142,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
         check_rows(recipe.reward, train.rows)
         notes += [*_mark_notes(recipe, train.rows), *_dropped_notes(train)]
     held_out = {name: held_out_prompts(source) for name, source in recipe.data.eval.items()}
+    notes += [*_overlap_notes(train, held_out), *_field_notes(renderer)]
     return Preflight(facts, train, held_out, tuple(notes))
 
 
@@ -269,7 +269,34 @@ def _mark_notes(recipe: Recipe, rows: Iterable[PromptRow]) -> Iterator[str]:
 def _dropped_notes(train: TrainingSet) -> list[str]:
     kept, dropped = len(train.rows), train.num_duplicates + train.num_dropped
     told = f"{dropped} of {dropped + kept} rows are dropped: see data.max_prompt_tokens, and which dataset it is"
-    return [told] if dropped > kept else []
+    unused = f"columns of the training set that nothing uses: {', '.join(train.unused)}"
+    return [*[told] * (dropped > kept), *[unused] * bool(train.unused)]
+
+
+def _overlap_notes(train: TrainingSet | None, held_out: Mapping[str, RenderedPrompts | None]) -> Iterator[str]:
+    trained = {hash(row.messages) for row in train.rows} if train is not None and held_out else set()
+    for name, prompts in held_out.items():
+        asked = {hash(row.messages) for row in prompts.rows} if prompts is not None else set()
+        if both := len(asked & trained):
+            yield f"held-out set {name}: {both} of its {len(asked)} questions are in the training set"
+
+
+def _field_notes(renderer: PromptRenderer | None) -> Iterator[str]:
+    if renderer is not None and renderer.template.unused:
+        names = ", ".join(sorted(renderer.template.unused))
+        yield f"the chat template leaves out these fields of messages: {names}"
+
+
+def _end_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, renderer: PromptRenderer) -> Iterator[str]:
+    """Whether a response ends where the chat template ends a reply. Raises ConfigError: nothing ends one."""
+    ends = stop_token_ids(tokenizer, recipe.model, recipe.rollout.stop)
+    after = renderer.template.after_reply.strip()
+    texts = (*recipe.rollout.stop, *map(str, tokenizer.convert_ids_to_tokens(list(ends))))
+    if after and not any(text.strip() in after for text in texts):
+        yield (
+            f"the chat template ends a reply with {after[:40]!r}, where no response ends (they end at "
+            f"{', '.join(texts)}): set rollout.sampling.stop"
+        )
 
 
 def _sandbox_notes(recipe: Recipe) -> list[str]:

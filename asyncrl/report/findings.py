@@ -17,6 +17,7 @@ from asyncrl.types.events import (
     ReplicaServing,
     ReplicaSuspended,
 )
+from asyncrl.types.guard import SUSPECTS
 from asyncrl.types.metrics import Metric
 
 WORTH_IT = 0.15
@@ -186,6 +187,17 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
 def _ratio(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     # Judge the end of the run: a collapse lasts.
     window = max(3, len(run.metrics) // 5)
+    own = [v for v in run.series(Metric.LAG_KL.of("0")) if v is not None]
+    if own and (apart := median(map(abs, own[:3]))) >= 0.02:
+        yield Diagnosis(
+            "bad",
+            "Replicas and trainer compute different policies",
+            f"Over the tokens of lag 0 of the first steps, which both compute with the same weights, they differ by "
+            f"{apart:.2f} nats a token.",
+            f"No lag and no learning rate is the cause: {SUSPECTS}.",
+            (Metric.LAG_KL.of("0"), Metric.RATIO_MEAN),
+        )
+        return
     ratio = [v for v in run.series(Metric.RATIO_MEAN)[-window:] if v is not None]
     clipped = [v for v in run.series(Metric.CLIPPED)[-window:] if v is not None]
     kl = [v for v in run.series(Metric.KL_BEHAVIOR)[-window:] if v is not None]

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from asyncrl.config.hidden import Hidden
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_texts, stop_token_ids
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_SHOWN_IDS, _SHOWN_CHARS = 16, 600
 CLOSE_WAIT_S = 5.0
 """Longest time that the `close` of an environment may take."""
 
@@ -42,17 +44,24 @@ class GroupMaker:
     """Owns the environment, the reward processes and the running user code. Does not own the generation clients."""
 
     def __init__(
-        self, recipe: Recipe, client: GenerationClient, pools: Mapping[str, GenerationClient], watch: ReplicaWatch
+        self,
+        recipe: Recipe,
+        client: GenerationClient,
+        pools: Mapping[str, GenerationClient],
+        watch: ReplicaWatch,
+        hide: Hidden,
     ) -> None:
         """
         Args:
             pools: clients of the pools of other models, by section of the recipe.
+            hide: for what is logged.
             watch: told while a trajectory, or a reward of a group, is in progress.
         """
         self._recipe = recipe
         self._client = client
         self._pools = pools
-        self._watch = watch
+        self._watch, self._hide = watch, hide
+        self._has_shown = False
         self._rewards = RewardPool(recipe.reward, start_timeout_s=recipe.ray.start_timeout_s)
         self._additions: list[Callable[[Trajectory, str], Awaitable[Trajectory]]] = []
         """Scorers and teachers: (trajectory, session id of its group) -> the trajectory with additions."""
@@ -111,7 +120,24 @@ class GroupMaker:
             self._additions.append(partial(with_teacher, teacher, top_k=top_k))
 
     async def _score(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:
-        return await self._scorers.score(response, replace(row, thinks=self._renderer.begins_thinking(row)))
+        result = await self._scorers.score(response, replace(row, thinks=self._renderer.begins_thinking(row)))
+        if not self._has_shown:
+            self._has_shown = True
+            self._show(response, row, result)
+        return result
+
+    def _show(self, response: str | np.ndarray, row: PromptRow, result: RewardResult) -> None:
+        """Logs a first response as tokens and as text, and what its reward read."""
+        text, prompt = self._renderer.text(row), self._renderer.prompt_ids(row).tolist()
+        ids = [] if isinstance(response, str) else response.tolist()
+        read = response if isinstance(response, str) else self.tools.chat.decode(response)
+        told = (
+            f"the first response, to {row.origin}\n"
+            f"  prompt, {len(prompt)} tokens: {_few(prompt)}\n  its text: {text[-_SHOWN_CHARS:]!r}\n"
+            f"  response, {len(ids)} tokens: {_few(ids)}\n  what the reward read: {read[-_SHOWN_CHARS:]!r}\n"
+            f"  ground truth {row.ground_truth[:_SHOWN_CHARS]!r}, reward {result.reward:g}"
+        )
+        logger.info("%s", self._hide(told))
 
     async def make(self, running: RunningGroup, row: PromptRow) -> TrajectoryGroup:
         """All trajectories of the group, made concurrently and validated; `running.done` gets each one when it is
@@ -198,6 +224,11 @@ class GroupMaker:
         code = f"environment {self._recipe.rollout.environment}"
         clock = limit if isinstance(limit, ActiveClock) else ActiveClock(limit)
         return await self._user_code.call(asked, code, work, clock=clock, do=do)
+
+
+def _few(ids: list[int]) -> str:
+    """Ids in brief: the first and the last."""
+    return str(ids) if len(ids) <= 2 * _SHOWN_IDS else f"{ids[:_SHOWN_IDS]} ... {ids[-_SHOWN_IDS:]}"
 
 
 async def with_teacher(

@@ -103,6 +103,7 @@ class Rollouter:
         self._samples = SampleFile(spec.files.samples, samples, spec.hide)
         self._spans = SpanFile(spec.files.spans, recipe.observability.trace_every_groups)
         self._quarantine = QuarantineFile(spec.files.quarantine, spec.hide)
+        self._hide = spec.hide
         self._groups: dict[tuple[int, int], RunningGroup] = {}
         self._cancelled = 0
         self._cpu = CpuTime()
@@ -126,7 +127,7 @@ class Rollouter:
         if self._train is not None:
             for key, pool in self._recipe.pools.items():
                 self._pools[key] = self._new_client(key, ReplicaTable(), states=("serving",), waits=True, pool=pool)
-        self._maker = GroupMaker(self._recipe, self.client, self._pools, self._watch)
+        self._maker = GroupMaker(self._recipe, self.client, self._pools, self._watch, self._hide)
         await self._maker.start()
         self._failure = asyncio.get_running_loop().create_future()
         return await self.stats()

@@ -16,6 +16,7 @@ from asyncrl.config.weights import WeightsConfig
 from asyncrl.errors import WeightTransferError, unwritable
 from asyncrl.remote.connection import HasConnections
 from asyncrl.trainer.backends import build_backend, require_written_by
+from asyncrl.trainer.isolation import require_isolation
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import (
     Digest,
@@ -118,7 +119,7 @@ class TrainerWorker(HasConnections):
         """Waits at most `timeout_s` for the peers and loads the model; returns when this rank can train.
 
         Raises:
-            ConfigError: the model cannot be read or trained.
+            ConfigError: the model cannot be read or trained, or mixes the sequences of a packed row.
             DeadlineExceeded: a peer did not come.
         """
         from transformers.utils import logging as transformers_logging
@@ -127,6 +128,7 @@ class TrainerWorker(HasConnections):
         self._device.join(host, port, timeout_s)
         size, device = self._spec.trainer.num_ranks, self._device.device
         self._backend = build_backend(self._spec, rank=self._rank, world_size=size, device=device)
+        require_isolation(self._backend, self._spec)
         self._device.give_back()
         logger.info("trainer rank %d of %d ready on %s, pid %d", self._rank, size, device, os.getpid())
 

@@ -52,3 +52,11 @@ def lag_bucket(lag: int) -> int:
 def lag_buckets_to(max_lag: int) -> tuple[str, ...]:
     """The buckets of lags up to `max_lag`."""
     return LAG_BUCKETS[: lag_bucket(max_lag) + 1]
+
+
+SUSPECTS = (
+    "look at these, in this order: tied embeddings (tie_word_embeddings of config.json against the files), rotary "
+    "factors (rope parameters against max_model_len), dropout, rollout.sampling (temperature, top_p), quantisation and "
+    "dtypes, the chat template; staleness.parity=warn trains all the same"
+)
+"""What to look at where replicas and trainer compute different policies from the same weights."""
