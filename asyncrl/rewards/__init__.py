@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError, DataError, explain
 from asyncrl.registry import resolve
 from asyncrl.rewards.code import CodeReward
 from asyncrl.rewards.code.forms import tests_of
-from asyncrl.rewards.custom import CustomReward
+from asyncrl.rewards.custom import CustomReward, as_reward
 from asyncrl.rewards.math import check_truth, math_reward
 from asyncrl.rewards.multiple_choice import multiple_choice_reward, true_letter
 from asyncrl.rewards.numeric import NumericReward, true_number
@@ -44,7 +44,10 @@ _CHECKS: dict[str, Callable[[PromptRow], object]] = {
     "numeric": true_number,
 }
 
-_SIGNATURE = "(response: str, row: PromptRow) -> RewardResult or number, which may be async"
+_SIGNATURE = (
+    "(response: str, row: PromptRow) -> RewardResult or number, which may be async; or one as verl or TRL call it: "
+    "(data_source, solution_str, ground_truth, extra_info) or (prompts, completions, **columns)"
+)
 
 
 _WHOLE = ("remote", "zero")
@@ -52,7 +55,7 @@ _WHOLE = ("remote", "zero")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AfterThoughts:
     """A built-in reward of the text after the policy's thoughts; a thought without an end has none."""
 
     reward: RewardFunction
@@ -118,11 +121,10 @@ def _build(key: str, name: str, config: RewardConfig, thinking: Thinking) -> Rew
         is_whole = name in _WHOLE or (
             name == "regex" and any(mark in config.pattern for mark in (thinking.opening, thinking.closing))
         )
-        return REWARDS[name](config) if is_whole else Answer(REWARDS[name](config), thinking)
+        return REWARDS[name](config) if is_whole else AfterThoughts(REWARDS[name](config), thinking)
     found: Any = resolve(key, name, REWARDS)
     try:
-        inspect.signature(found).bind("", None)
+        return CustomReward(name, as_reward(found))
     except TypeError as error:
         why = f"it cannot be called with a response and a row: {error}"
         raise ConfigError(explain(f"{key}={name}", why, f"name a function {_SIGNATURE}")) from error
-    return CustomReward(name, found)

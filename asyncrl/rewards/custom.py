@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from numbers import Real
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.data.rows import PromptRow
@@ -53,12 +52,13 @@ class CustomReward:
 
 def checked_result(given: Any, asked: str) -> RewardResult:
     """The result of a user's function as a reward. Raises TypeError, ValueError, as `CustomReward.__call__`."""
-    result = RewardResult(float(given)) if isinstance(given, Real) else given
+    number = None if isinstance(given, RewardResult) else _number(given)
+    result = given if number is None else RewardResult(number)
     if not isinstance(result, RewardResult):
         found = f"{type(result).__name__} instead of RewardResult or a number"
         raise TypeError(explain(asked, found, "return asyncrl.rewards.RewardResult(reward=...)"))
-    reward = _finite(result.reward)
-    if reward is None:
+    reward = _number(result.reward)
+    if reward is None or not math.isfinite(reward):
         raise ValueError(explain(asked, f"{result.reward!r:.100}", "return a finite number"))
     return RewardResult(reward, _parts(result.parts, asked))
 
@@ -74,19 +74,80 @@ def _parts(parts: Any, asked: str) -> tuple[tuple[str, float], ...]:
         raise TypeError(explain(asked, f"parts={parts!r:.100}", do))
     checked = []
     for name, value in pairs:
-        number = _finite(value)
-        if number is None:
+        number = _number(value)
+        if number is None or not math.isfinite(number):
             raise ValueError(explain(asked, f"part {name}={value!r:.100}", do))
         checked.append((name, number))
     return tuple(checked)
 
 
-def _finite(value: Any) -> float | None:
-    """`value` as a finite float (numpy's and torch's scalars too); None for texts and everything else."""
+def _number(value: Any) -> float | None:
+    """`value` as a float (booleans, and scalars of numpy and torch too); None for texts and everything else."""
     if isinstance(value, str | bytes):
         return None
     try:
-        number = float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+
+
+# Reward functions of other systems, by the names of their parameters.
+
+
+def as_reward(function: Callable[..., Any]) -> Callable[[str, PromptRow], Any]:
+    """A function of (response, row) that calls `function` as it was written.
+
+    verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` returns a number, or an object with
+    `score`, whose other numbers become parts. TRL's `f(prompts, completions, **columns)` gets lists of one, and returns
+    such a list; None in it is a reward of 0. Prompts and completions are messages where the dataset's prompt is.
+
+    Raises TypeError: `function` cannot be called with a response and a row, and is none of these.
+    """
+    signature = inspect.signature(function)
+    names = signature.parameters.keys()
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    if "solution_str" in names:
+        arguments, result = _of_verl, _from_verl
+    elif "completions" in names:
+        arguments, result = _of_trl, _from_trl
+    else:
+        signature.bind("", None)
+        return function
+
+    def call(response: str, row: PromptRow) -> Any:
+        given = arguments(response, row)
+        made = function(**{name: value for name, value in given.items() if takes_all or name in names})
+        return _later(made, result) if inspect.isawaitable(made) else result(made)
+
+    return call
+
+
+async def _later(made: Awaitable[Any], result: Callable[[Any], Any]) -> Any:
+    return result(await made)
+
+
+def _of_verl(response: str, row: PromptRow) -> dict[str, Any]:
+    told = {"data_source": row.data_source, "ground_truth": row.truth(), "extra_info": row.values()}
+    return {"solution_str": response, **told}
+
+
+def _from_verl(made: Any) -> Any:
+    if not isinstance(made, Mapping) or "score" not in made:
+        return made
+    parts = ((str(k), number) for k, v in made.items() if k != "score" and (number := _number(v)) is not None)
+    return RewardResult(made["score"], tuple(parts))
+
+
+def _of_trl(response: str, row: PromptRow) -> dict[str, Any]:
+    is_chat = "prompt" in row.structured
+    prompt = row.conversation() if is_chat else row.messages[-1].content
+    completion = [{"role": "assistant", "content": response}] if is_chat else response
+    truth = row.truth()
+    columns = {"data_source": row.data_source, "ground_truth": truth, "answer": truth, **row.values()}
+    return {"prompts": [prompt], "completions": [completion], **{name: [value] for name, value in columns.items()}}
+
+
+def _from_trl(made: Any) -> Any:
+    if isinstance(made, str | bytes | Mapping) or not hasattr(made, "__len__") or len(made) != 1:
+        return made  # refused as no reward
+    return 0.0 if made[0] is None else made[0]
