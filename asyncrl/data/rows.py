@@ -65,9 +65,9 @@ class PromptRow:
     """One task: the messages for the policy, and the ground truth for the reward.
 
     `extra` holds `extra_info` and other columns as (key, value) pairs; values other than strings are JSON, and
-    `structured` has their keys: "ground_truth" too if that is JSON, and "prompt" if the dataset has messages. `origin` locates the row: `file:line` counted from
-    1 for JSONL, `file:row N` counted from 0 for parquet and hub datasets. `thinks`, for rewards: the prompt ends inside
-    a thought of the policy.
+    `structured` has their keys: "ground_truth" too if that is JSON, and "prompt" if the dataset has messages. `origin`
+    locates the row: `file:line` counted from 1 for JSONL, `file:row N` counted from 0 for parquet and hub datasets.
+    `thinks`, for rewards: the prompt ends inside a thought of the policy.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -165,8 +165,9 @@ class RowReader:
             others = {}
         text, is_json = truth
         extra, structured = _extra(record.get("extra_info"), others, origin)
-        told = ["prompt"] * (not isinstance(record.get("prompt", ""), str)), ["ground_truth"] * is_json
-        return PromptRow(messages, text, source, extra, origin, (*told[0], *told[1], *structured))
+        is_chat = schema != "gsm8k" and not isinstance(record.get("prompt"), str)
+        structured = (*["prompt"] * is_chat, *["ground_truth"] * is_json, *structured)
+        return PromptRow(messages, text, source, extra, origin, structured)
 
 
 def parse_json_line(line: str, origin: str, schema: Schema = "auto") -> PromptRow:
