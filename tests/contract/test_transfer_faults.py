@@ -487,7 +487,7 @@ def test_a_group_that_does_not_form_is_given_up_when_a_receiver_is_lost() -> Non
             raise WeightTransferError("receiver 0 has died")
 
     with pytest.raises(WeightTransferError, match="receiver 0 has died"):
-        group.form(Deadline(TIMEOUT_S), watch)
+        group.form(Deadline(5.0), watch)
     with pytest.raises(DeadlineExceeded, match="form a group of 2 processes within"):
         group.form(Deadline(0.3), lambda: None)
     group.close()
