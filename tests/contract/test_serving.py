@@ -503,7 +503,7 @@ async def test_a_client_that_leaves_ends_its_generation(stream):
                 await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: served.engines[0].health().running == 0, "it still generates")
         await until(lambda: served.metrics.in_flight == 0, "it still counts as in flight")
-        assert served.engines[0].health().generated_tokens < 700
+        assert served.engines[0].health().generated_tokens < 800
         assert served.metrics.disconnects == 1
         assert served.client.loads == {0: 0}
 
