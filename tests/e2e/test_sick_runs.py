@@ -3,7 +3,6 @@
 import json
 import re
 
-import psutil
 import pytest
 
 from asyncrl.commands.report import main
@@ -38,21 +37,6 @@ def test_a_slow_reward(start):
     assert "Slow environment or reward" in titles
     assert "Starved trainer" not in titles
     assert "a faster environment or reward" in helps
-
-
-def test_a_fenced_replica(start):
-    patient = "recovery.rejoin_timeout_s=200", "weights.transfer_timeout_s=5", "ray.health_timeout_s=5"
-    run = start(*SMALL, *patient, "rollout.num_replicas=2", "run.max_steps=2000", joined=False)
-    run.wait_for_step(2)
-    stopped = psutil.Process(run.actor_pids("Replica")[0])
-    stopped.suspend()
-    try:
-        run.wait_for_event("replica_suspended")
-        run.wait_for_step(run.metrics[-1]["step"] + 3)
-        titles, _ = sicknesses(run)  # while it goes on
-    finally:
-        stopped.resume()
-    assert any(re.fullmatch(r"Replica \d is fenced off", title) for title in titles)
 
 
 def test_a_run_that_the_guard_stops(start):
