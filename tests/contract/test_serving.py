@@ -474,7 +474,7 @@ async def test_a_replica_without_committed_weights_answers_503_and_says_why():
 
 
 async def test_a_request_has_a_deadline():
-    async with serving(timeout_s=0.2, tick_s=0.01) as served:
+    async with serving(timeout_s=0.6, tick_s=0.01) as served:
         response = await served.post("/v1/completions", {"prompt": "x", "max_tokens": 400, "ignore_eos": True})
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "deadline_exceeded"

@@ -431,7 +431,7 @@ async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, 
     os.kill(pids[0], signal.SIGKILL)  # so that its shared memory is left behind
     await pool.stop()
     await pool.stop()
-    await until(lambda: not is_alive(pids[0]), within_s=10)
+    await until(lambda: not is_alive(pids[0]))
 
 
 @pytest.mark.slow
@@ -461,7 +461,7 @@ async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, leas
         await asyncio.wait_for(pool.stop(), 60)
     with pytest.raises((ProcessDied, RuntimeError)):
         await asyncio.wait_for(saving, 20)
-    await until(lambda: not any(map(is_alive, pids)), within_s=10)
+    await until(lambda: not any(map(is_alive, pids)))
 
 
 def test_ranks_may_come_later_than_a_collective_may_take():
