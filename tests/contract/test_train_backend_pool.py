@@ -8,7 +8,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from datetime import timedelta
 
@@ -175,19 +175,26 @@ async def test_steps_train_and_every_rank_computes_with_its_threads(pool, lease)
         assert next(iter(seen))[1:] == (2, 2)  # threads, ranks
 
 
-async def test_ranks_answer_a_ping_and_fetch_for_the_next_step_while_one_trains(pool, lease, queue, tmp_path):
-    plans, go = lease.plans(num_plans=2), tmp_path / "go"
-    await told(queue.wait_for, go)
-    await told(queue.foresee, True)
+@asynccontextmanager
+async def during_a_step(pool, queue, plans, place):
+    """A step that waits for its groups until the end."""
+    await told(queue.wait_for, place / "go")
     step = asyncio.ensure_future(pool.train_step(plans))
     try:
-        assert await pool.ping(20.0) > 1.0, "two processes that imported torch"
-        await asyncio.wait_for(pool.fetch_ahead(plans), 20)
-        assert not step.done(), "it waits for its own fetch"
+        yield
+        assert not step.done()
     finally:
-        go.touch()
+        (place / "go").touch()
         await step
         await told(queue.wait_for, None)
+
+
+async def test_ranks_answer_a_ping_and_fetch_for_the_next_step_while_one_trains(pool, lease, queue, tmp_path):
+    plans = lease.plans(num_plans=2)
+    await told(queue.foresee, True)
+    async with during_a_step(pool, queue, plans, tmp_path):
+        assert await pool.ping(20.0) > 1.0, "two processes that imported torch"
+        await asyncio.wait_for(pool.fetch_ahead(plans), 20)
     fetched = await told(queue.fetches)
     await pool.train_step(plans)
     assert await told(queue.fetches) == fetched, "both ranks held what their plans name"
@@ -309,14 +316,8 @@ async def test_a_snapshot_is_sent_while_a_step_trains(sending, lease, queue, tra
 
     await sending.snapshot_weights()
     first = await publish()
-    ray.get(queue.wait_for.remote(tmp_path / "go"))
-    step = asyncio.ensure_future(sending.train_step(lease.plans(num_plans=2)))
-    try:
+    async with during_a_step(sending, queue, lease.plans(num_plans=2), tmp_path):
         assert [await publish(), await publish()] == [first, first]
-        assert not step.done(), "the step waits for its groups"
-    finally:
-        (tmp_path / "go").touch()
-        await step
     assert await publish() == first, "the copy is not changed by the step"
     await sending.snapshot_weights()
     assert await publish() != first
