@@ -17,7 +17,7 @@ from asyncrl_testing.backend_suite import random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
 from tests.backends import fsdp_backend, megatron_backend, rank_spec
 from tests.make import needs_megatron
-from tests.numerics.test_fsdp_ranks import assert_close_metrics, assert_close_weights
+from tests.numerics.test_fsdp_ranks import assert_close_metrics, assert_close_weights, saved_between
 
 pytestmark = [pytest.mark.slow, needs_megatron]
 
@@ -83,16 +83,8 @@ def spec_of(path, world_size, backend, layout=None, **algorithm):
 def run(make, plan_of, directory):
     """Everything that is compared. `make`: a backend; `plan_of`: the plan of this rank for a lease."""
     backend = make()
-    found = {"loaded": weights_of(backend), "specs": [(s.name, s.shape) for s in backend.weight_specs()]}
-    found["senders"] = [(s.rank, s.first_tensor) for s in backend.sending_ranks()]
-    logprobs = backend.logprobs(plan_of(LEASES[0]), LEASES[0].trajectories)
-    found["logprobs"] = {key: value.numpy() for key, value in logprobs.items()}
-    found["steps"] = [asdict(backend.train_step(plan_of(lease), lease.trajectories)) for lease in LEASES[:2]]
-    found["weights"] = weights_of(backend)
-    backend.capture()
-    backend.save(directory)
-    found["last"] = asdict(backend.train_step(plan_of(LEASES[2]), LEASES[2].trajectories))
-    found["last_weights"] = weights_of(backend)
+    found = {"loaded": weights_of(backend), "senders": [(s.rank, s.first_tensor) for s in backend.sending_ranks()]}
+    found |= saved_between(backend, plan_of, LEASES, directory)
     resumed = make()
     resumed.load(directory)
     found["resumed"] = asdict(resumed.train_step(plan_of(LEASES[2]), LEASES[2].trajectories))

@@ -26,6 +26,7 @@ from asyncrl.weights.encodings.base import BaseWeights
 from asyncrl.weights.packing import spec_of
 from asyncrl_testing.backend_suite import assert_same_weights, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3
+from tests.backends import save
 from tests.numerics.one_rank import CPU, SIZES, build, plan_of
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -307,11 +308,9 @@ def test_the_critics_value_is_clipped_around_that_before_the_step(path):
 def test_a_critic_is_no_part_of_a_publish_and_part_of_a_checkpoint(path, tmp_path):
     backend = build(path, PPO)
     assert {s.name for s in backend.weight_specs()} == {s.name for s in build(path).weight_specs()}
-    backend.capture()
-    backend.save(tmp_path / "trainer")
+    save(backend, tmp_path / "trainer")
     without = build(path)
-    without.capture()
-    without.save(tmp_path / "plain")
+    save(without, tmp_path / "plain")
     with pytest.raises(ConfigError, match="critic"):
         backend.load(tmp_path / "plain")
 
@@ -403,15 +402,13 @@ def test_only_adapters_are_trained_and_the_reference_is_the_model_without_them(p
 
 def test_a_checkpoint_of_adapters_is_small_and_gives_whole_weights(path, tmp_path):
     backend, _, _ = trained_lora(path)
-    backend.capture()
-    backend.save(tmp_path / "lora")
+    save(backend, tmp_path / "lora")
     weights = dict(FsdpCheckpoint(tmp_path / "lora").weights())
     for name, tensor in merged_by_peft(backend, path).state_dict().items():
         if name != "lm_head.weight":
             torch.testing.assert_close(weights[name], tensor, atol=1e-6, rtol=0)
     full = build(path)
-    full.capture()
-    full.save(tmp_path / "full")
+    save(full, tmp_path / "full")
     size = [sum(f.stat().st_size for f in (tmp_path / kind).iterdir()) for kind in ("lora", "full")]
     assert size[0] < size[1]
     plain = dict(FsdpCheckpoint(tmp_path / "full").weights())
