@@ -17,8 +17,17 @@ from asyncrl.inference.replica import Replica
 from asyncrl.observability.events import EventLog
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.fake_fleet import GOOD, FakeTrainer
-from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, Written, parts_of
+from tests.concurrency.test_coordinator import (
+    QUICKSTART,
+    Queue,
+    Rollouter,
+    Trainers,
+    Written,
+    parts_of,
+    waiting_for_groups,
+)
 from tests.concurrency.test_coordinator import _short_polls as _short_polls
+from tests.concurrency.test_fleet_size import Control
 from tests.waiting import until
 
 PARTS = {"weights", "kv_cache"}
@@ -45,6 +54,17 @@ class Process:
         self.replica = Replica(replica_id, lambda: self.engine, gate_timeout_s=20)
         self.loaded = self.killed = self.exited = self.mute = False
 
+    async def load(self):
+        assert not self.rig.training, "an engine loads in the trainer's turn"
+        self.loaded = True
+        await asyncio.sleep(self.rig.load_s)
+
+    async def placed(self, timeout_s):
+        await self.rig.has_place.wait()
+
+    async def ended(self):
+        await until(lambda: self.exited)
+
     @property
     def holds_memory(self):
         return self.loaded and not self.exited and self.engine.asleep != PARTS
@@ -65,35 +85,6 @@ class Process:
 
     def _exit(self):
         self.exited = True
-
-
-class Control:
-    """A `ReplicaControl` of a process."""
-
-    def __init__(self, process):
-        self.process, self.abandoned = process, False
-
-    async def call(self, timeout_s, method, *args):
-        if self.abandoned:
-            raise DeadlineExceeded("an earlier control")
-        if method is Replica.start:
-            assert not self.process.rig.training, "an engine loads in the trainer's turn"
-            self.process.loaded = True
-            await asyncio.sleep(self.process.rig.load_s)
-        return await self.process.call(timeout_s, method, *args)
-
-    async def placed(self, timeout_s):
-        await self.process.rig.has_place.wait()
-
-    def abandon(self):
-        self.abandoned = True
-        return Control(self.process)
-
-    def kill(self):
-        self.process.die()
-
-    async def ended(self, timeout_s, ping):
-        await until(lambda: self.process.exited)
 
 
 class Steps(Trainers):
@@ -243,9 +234,7 @@ async def test_a_run_whose_replicas_all_die_in_the_trainers_turn_goes_on(tmp_pat
 async def test_a_replica_that_does_not_sleep_is_killed_and_the_step_waits_for_its_exit(tmp_path):
     rig = Rig(tmp_path)
     rig.exit_s = 0.05
-    rig.queue.hold(0)
-    running = asyncio.create_task(rig.run())
-    await until(lambda: rig.queue.leases > 1)
+    running = await waiting_for_groups(rig, 0)
 
     async def hangs():
         await asyncio.Event().wait()
@@ -262,9 +251,7 @@ async def test_a_replica_that_does_not_sleep_is_killed_and_the_step_waits_for_it
 
 async def test_a_suspended_replica_is_killed_because_nobody_knows_whether_it_sleeps(tmp_path):
     rig = Rig(tmp_path, rejoin_timeout_s=10)
-    rig.queue.hold(0)
-    running = asyncio.create_task(rig.run())
-    await until(lambda: rig.queue.leases > 1)
+    running = await waiting_for_groups(rig, 0)
     late = rig.processes[0]
     late.mute = True
     await until(lambda: rig.events("replica_suspended"))
@@ -291,9 +278,7 @@ async def test_a_replica_that_is_late_while_it_sleeps_rejoins(tmp_path):
 
 async def test_the_step_waits_for_a_replica_that_loads(tmp_path):
     rig = Rig(tmp_path)
-    rig.queue.hold(0)
-    running = asyncio.create_task(rig.run())
-    await until(lambda: rig.queue.leases > 1)
+    running = await waiting_for_groups(rig, 0)
     rig.load_s = 0.1
     rig.processes[0].die()
     await until(lambda: rig.processes[2:] and rig.processes[2].loaded)
