@@ -16,7 +16,7 @@ from asyncrl.config.load import load_recipe, presets
 from asyncrl.trainer.backends import BACKENDS
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
-from tests.numerics.losses import Tokens, draw, slopes
+from tests.numerics.losses import Tokens, clipped_surrogate, draw, slopes
 from tests.processes import QUICKSTART
 
 WEIGHING = [name for name, spec in CORRECTIONS.items() if spec.weighs]
@@ -73,10 +73,8 @@ def test_the_composition_is_its_formula():
     assert 0 < (weight == 0).sum() < len(weight)
 
     def paper(logprobs):
-        r = np.exp(logprobs - t.old_logprobs)
-        loss = -np.minimum(r * t.advantages, r.clip(0.8, 1.28) * t.advantages)
         kl = (logprobs - t.reference) ** 2 / 2
-        return (t.weights * (weight * loss + 0.3 * kl - 0.05 * t.entropy))[t.mask].sum()
+        return (t.weights * (weight * clipped_surrogate(t, logprobs) + 0.3 * kl - 0.05 * t.entropy))[t.mask].sum()
 
     total, slope, entropy, _ = gradients(build_objective(config), t)
     assert total == pytest.approx(paper(t.logprobs), rel=1e-12)
