@@ -148,8 +148,11 @@ class Rig(Written):
     def living(self):
         return [p for p in self.processes if p.loaded and not p.killed]
 
-    async def begin_again(self):
-        """The next training side, after one that has failed: it goes on to the end."""
+    async def lose_a_rank(self):
+        """A training side that fails by it, and the next one, which goes on to the end."""
+        await self.begin()
+        with pytest.raises(ProcessDied):
+            await asyncio.wait_for(self.coordinator.run(), 20)
         self.training = False
         await self.pool.fence()
         await self.engines.sleep()
@@ -305,23 +308,17 @@ async def test_a_failed_step_leaves_the_devices_to_the_next_training_side(tmp_pa
     rig = Rig(tmp_path)
 
     async def fails():
+        del rig.trainers.on_step[1]
         raise ProcessDied("a rank died")
 
     rig.trainers.on_step[1] = fails
-    await rig.begin()
-    with pytest.raises(ProcessDied):
-        await asyncio.wait_for(rig.coordinator.run(), 20)
-    del rig.trainers.on_step[1]
-    await rig.begin_again()
+    await rig.lose_a_rank()
 
 
 async def test_a_failed_publish_leaves_the_devices_to_the_next_training_side(tmp_path):
     rig = Rig(tmp_path)
-    await rig.begin()
     rig.trainer.outcomes = [GOOD, ProcessDied("a rank died while it sent")]
-    with pytest.raises(ProcessDied):
-        await asyncio.wait_for(rig.coordinator.run(), 20)
-    await rig.begin_again()
+    await rig.lose_a_rank()
 
 
 async def test_an_evaluation_comes_while_the_engines_are_awake(tmp_path):
