@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.fleet import engine_turns, replica_pool
 from asyncrl.driver.fleet.device_turns import SharedDevices
@@ -17,17 +16,10 @@ from asyncrl.inference.replica import Replica
 from asyncrl.observability.events import EventLog
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.fake_fleet import GOOD, FakeTrainer
-from tests.concurrency.test_coordinator import (
-    QUICKSTART,
-    Queue,
-    Rollouter,
-    Trainers,
-    Written,
-    parts_of,
-    waiting_for_groups,
-)
+from tests.concurrency.test_coordinator import Queue, Rollouter, Trainers, Written, parts_of, waiting_for_groups
 from tests.concurrency.test_coordinator import _short_polls as _short_polls
 from tests.concurrency.test_fleet_size import Control
+from tests.make import quickstart
 from tests.waiting import until
 
 PARTS = {"weights", "kv_cache"}
@@ -111,12 +103,9 @@ class Rig(Written):
         self.processes = []
         self.has_place = asyncio.Event()
         self.has_place.set()
-        self.recipe = load_recipe(
-            QUICKSTART,
-            [
-                *("eval.every_steps=0", f"run.max_steps={max_steps}", "ray.health_interval_s=0.005"),
-                *("placement=colocated", "mode=sync", f"rollout.num_replicas={num}", *overrides),
-            ],
+        self.recipe = quickstart(
+            *("eval.every_steps=0", f"run.max_steps={max_steps}", "ray.health_interval_s=0.005"),
+            *("placement=colocated", "mode=sync", f"rollout.num_replicas={num}", *overrides),
         )
         self.log = EventLog(path / "events.jsonl")
         times = {"start_timeout_s": 5, "health_interval_s": 0.004, "health_timeout_s": 1, **settings}

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from asyncrl.checkpoint.store import CheckpointStore
-from asyncrl.config.load import load_recipe
 from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
@@ -35,7 +34,7 @@ from asyncrl.types import (
 )
 from asyncrl_testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
 from asyncrl_testing.local import LocalActor
-from tests.processes import QUICKSTART
+from tests.make import quickstart
 from tests.waiting import until
 
 GROUP = GroupSummary(0, 0, (Lengths(3, 2, 2),) * 2, (0.0, 1.0), (), 2, 0)
@@ -259,7 +258,7 @@ class Rig(Written):
     def __init__(self, tmp_path, *overrides, max_steps=1, start_from=None):
         self.path = tmp_path
         fixed = f"run.max_steps={max_steps}", "ray.health_interval_s=0.005"
-        self.recipe = load_recipe(QUICKSTART, ["eval.every_steps=0", *fixed, *overrides])
+        self.recipe = quickstart("eval.every_steps=0", *fixed, *overrides)
         self.queue, self.trainers, self.rollouter = Queue(), Trainers(), Rollouter()
         self.trainer, self.fleet = FakeTrainer(), Fleet(2)
         self.parts = parts_of(self, self.fleet, EventLog(tmp_path / "events.jsonl"))

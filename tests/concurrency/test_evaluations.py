@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.errors import DeadlineExceeded, GenerationError, Process, ProcessDied
 from asyncrl.observability.events import EventLog
 from asyncrl.types import EvalResult
 from asyncrl_testing.fake_fleet import FakeReplica, FakeTrainer
-from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, Written, parts_of
+from tests.concurrency.test_coordinator import Queue, Rollouter, Trainers, Written, parts_of
 from tests.concurrency.test_coordinator import _short_polls as _short_polls
+from tests.make import quickstart
 from tests.waiting import until
 
 
@@ -71,7 +71,7 @@ class Rig(Written):
         self.path = tmp_path
         keys = ["eval.every_steps=2", "eval.leased_replicas=1", f"rollout.num_replicas={num}"]
         keys += [f"run.max_steps={max_steps}", "ray.health_interval_s=0.005", *overrides]
-        self.recipe = load_recipe(QUICKSTART, keys)
+        self.recipe = quickstart(*keys)
         self.queue, self.trainers, self.rollouter = Queue(), Trainers(), Evaluating()
         self.trainer, self.controls = FakeTrainer(), []
         self.tables = []

@@ -16,7 +16,7 @@ from asyncrl.trainer.fsdp.model import load_model, shard
 from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import RankPlan
-from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
+from asyncrl_testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3_moe
 from asyncrl_testing.rank_processes import run_ranks
 from tests.backends import fsdp_backend, save, trainer_spec
@@ -84,16 +84,13 @@ def features(path, rank, world_size, directory=None):
     plans = [plan_step(lease.manifest, lease.advantages, rules)[rank] for lease in LEASES]
     ppo = build(path, rank, world_size, algorithm=PPO)
     found = {"kl": ppo.reference_kl(plans[0], LEASES[0].trajectories)}
-    found["ppo"] = [asdict(ppo.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
-    found["ppo_weights"] = weights_of(ppo)
     lora = build(path, rank, world_size, algorithm=AlgorithmConfig(kl=KlConfig(coefficient=0.1)), lora=LORA)
     found["lora_start"] = weights_of(lora)
     lora.load(directory)
-    found["lora"] = [asdict(lora.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
-    found["lora_weights"] = weights_of(lora)
     mixture = build(path.parent / "mixture", rank, world_size, algorithm=FITTED)
-    found["mixture"] = [asdict(mixture.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
-    found["mixture_weights"] = weights_of(mixture)
+    for name, backend in (("ppo", ppo), ("lora", lora), ("mixture", mixture)):
+        found[name] = [asdict(backend.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
+        found[f"{name}_weights"] = weights_of(backend)
     return found
 
 
@@ -189,8 +186,7 @@ def test_metrics_are_those_of_one_rank_and_the_same_on_both(outcome):
 def test_weights_are_those_of_one_rank(outcome):
     one, two = outcome
     assert_close_weights(one["weights"], two[0]["weights"])
-    for name, weight in two[0]["weights"].items():
-        assert np.array_equal(weight, two[1]["weights"][name]), name
+    assert_same_weights(two[0]["weights"], two[1]["weights"])
     assert two[0]["specs"] == [(name, w.shape) for name, w in two[0]["weights"].items()]
     assert two[0]["specs"] == two[1]["specs"]
 

@@ -5,6 +5,7 @@ optimizer steps, export, save, and resume; all of it is compared.
 """
 
 from dataclasses import asdict
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.trainer import MegatronConfig
 from asyncrl.trainer.backends import open_checkpoint
-from asyncrl_testing.backend_suite import random_lease, weights_of
+from asyncrl_testing.backend_suite import assert_same_weights, random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
 from tests.backends import fsdp_backend, megatron_backend, rank_spec
 from tests.make import needs_megatron
@@ -117,13 +118,11 @@ def at_layout(root, rank, world_size, path, layout):
 @pytest.fixture(scope="module")
 def references(paths, tmp_path_factory, process_group):
     """Kind of model -> what FSDP2 on one rank finds; made when it is asked for."""
-    made = {}
 
+    @cache
     def reference(kind):
-        if kind not in made:
-            spec, root = spec_of(paths[kind], 1, "fsdp"), tmp_path_factory.mktemp(kind)
-            made[kind] = run(lambda: fsdp_backend(spec), lambda lease: lease.plans(1, BUDGET)[0], root / "trainer")
-        return made[kind]
+        spec, root = spec_of(paths[kind], 1, "fsdp"), tmp_path_factory.mktemp(kind)
+        return run(lambda: fsdp_backend(spec), lambda lease: lease.plans(1, BUDGET)[0], root / "trainer")
 
     return reference
 
@@ -218,8 +217,7 @@ def test_resumed_training_is_bitwise_the_same(outcome):
     _, ranks, _ = outcome
     for rank in ranks:
         assert rank["resumed"] == rank["last"]
-        for name, weight in rank["last_weights"].items():
-            assert np.array_equal(weight, rank["resumed_weights"][name]), name
+        assert_same_weights(rank["last_weights"], rank["resumed_weights"])
 
 
 def test_the_checkpoint_reads_as_hugging_face_tensors(outcome):
@@ -227,5 +225,4 @@ def test_the_checkpoint_reads_as_hugging_face_tensors(outcome):
     found = dict(open_checkpoint(root / "trainer", "megatron").weights())
     weights = sent(ranks, "weights")
     assert set(found) == set(weights)
-    for name, weight in weights.items():
-        assert np.array_equal(found[name].numpy(), weight), name
+    assert_same_weights(weights, {name: found[name].numpy() for name in weights})
