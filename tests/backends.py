@@ -46,3 +46,10 @@ def megatron_backend(spec, rank=0, world_size=1):
     from asyncrl.trainer.megatron.backend import MegatronBackend
 
     return MegatronBackend(spec, rank=rank, world_size=world_size, device=torch.device("cpu"))
+
+
+def save(backend, directory):
+    """A checkpoint of what it holds now; returns its directory."""
+    backend.capture()
+    backend.save(directory)
+    return directory

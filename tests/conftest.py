@@ -103,3 +103,14 @@ def inputs():
         ("make_arithmetic_dataset.py", "--out", "data"),
     ):
         subprocess.run([sys.executable, f"tools/{tool}", *options], cwd=ROOT, check=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Of torch: several spin on shared cores and wait for each other, and are slower than one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,9 +13,10 @@ import pytest_asyncio
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import SglangEngineConfig, TorchEngineConfig, VllmEngineConfig
+from asyncrl.errors import GenerationError
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.inference.remote.engine import RemoteEngine
-from asyncrl_testing.engine_client import within
+from asyncrl_testing.engine_client import complete, within
 from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.random_model import write_random_qwen3
 from tests.make import require_sglang, require_vllm
@@ -65,6 +67,28 @@ async def running(engine):
         yield engine
     finally:
         await within(engine.stop(), 60.0)
+
+
+async def assert_dead(engine: InferenceEngine, said: str) -> None:
+    """It holds no request, and every call but an abort fails with this."""
+    health = engine.health()
+    assert (health.alive, health.running, health.waiting) == (False, 0, 0)
+    for call in (engine.resume(), engine.commit(1), engine.pause("keep"), complete(engine)):
+        with pytest.raises(GenerationError, match=said):
+            await within(call)
+    await within(engine.abort(None))  # nothing is left to abort: not an error
+
+
+async def assert_cannot_start(make: Callable[[Path], InferenceEngine], place: Path, said: str) -> None:
+    """On a model whose config.json says nothing."""
+    model = place / "broken-model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    engine = make(model)
+    with pytest.raises(GenerationError, match=said):
+        await started(engine)
+    assert not engine.health().alive
+    await within(engine.stop())
 
 
 class SharedEngine(EngineConformance):

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.config.load import load_recipe
+from asyncrl.config.recipe import Recipe
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.types import LeaseManifest, Segment, Ticket, Trajectory, TrajectoryGroup
@@ -37,6 +39,11 @@ def trajectory(*, prompt=3, response=4, versions=(0,), reward=0.0, seed=0) -> Tr
         segments=segments,
         reward=reward,
     )
+
+
+def quickstart(*overrides: str) -> Recipe:
+    """Its recipe, with these overrides."""
+    return load_recipe(QUICKSTART, list(overrides))
 
 
 def row(truth: str, content: str = "?") -> PromptRow:

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.fleet import engine_turns, replica_pool
 from asyncrl.driver.fleet.device_turns import SharedDevices
@@ -17,8 +16,10 @@ from asyncrl.inference.replica import Replica
 from asyncrl.observability.events import EventLog
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.fake_fleet import GOOD, FakeTrainer
-from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, Written, parts_of
+from tests.concurrency.test_coordinator import Queue, Rollouter, Trainers, Written, parts_of, waiting_for_groups
 from tests.concurrency.test_coordinator import _short_polls as _short_polls
+from tests.concurrency.test_fleet_size import Control
+from tests.make import quickstart
 from tests.waiting import until
 
 PARTS = {"weights", "kv_cache"}
@@ -45,6 +46,17 @@ class Process:
         self.replica = Replica(replica_id, lambda: self.engine, gate_timeout_s=20)
         self.loaded = self.killed = self.exited = self.mute = False
 
+    async def load(self):
+        assert not self.rig.training, "an engine loads in the trainer's turn"
+        self.loaded = True
+        await asyncio.sleep(self.rig.load_s)
+
+    async def placed(self, timeout_s):
+        await self.rig.has_place.wait()
+
+    async def ended(self):
+        await until(lambda: self.exited)
+
     @property
     def holds_memory(self):
         return self.loaded and not self.exited and self.engine.asleep != PARTS
@@ -65,35 +77,6 @@ class Process:
 
     def _exit(self):
         self.exited = True
-
-
-class Control:
-    """A `ReplicaControl` of a process."""
-
-    def __init__(self, process):
-        self.process, self.abandoned = process, False
-
-    async def call(self, timeout_s, method, *args):
-        if self.abandoned:
-            raise DeadlineExceeded("an earlier control")
-        if method is Replica.start:
-            assert not self.process.rig.training, "an engine loads in the trainer's turn"
-            self.process.loaded = True
-            await asyncio.sleep(self.process.rig.load_s)
-        return await self.process.call(timeout_s, method, *args)
-
-    async def placed(self, timeout_s):
-        await self.process.rig.has_place.wait()
-
-    def abandon(self):
-        self.abandoned = True
-        return Control(self.process)
-
-    def kill(self):
-        self.process.die()
-
-    async def ended(self, timeout_s, ping):
-        await until(lambda: self.process.exited)
 
 
 class Steps(Trainers):
@@ -120,12 +103,9 @@ class Rig(Written):
         self.processes = []
         self.has_place = asyncio.Event()
         self.has_place.set()
-        self.recipe = load_recipe(
-            QUICKSTART,
-            [
-                *("eval.every_steps=0", f"run.max_steps={max_steps}", "ray.health_interval_s=0.005"),
-                *("placement=colocated", "mode=sync", f"rollout.num_replicas={num}", *overrides),
-            ],
+        self.recipe = quickstart(
+            *("eval.every_steps=0", f"run.max_steps={max_steps}", "ray.health_interval_s=0.005"),
+            *("placement=colocated", "mode=sync", f"rollout.num_replicas={num}", *overrides),
         )
         self.log = EventLog(path / "events.jsonl")
         times = {"start_timeout_s": 5, "health_interval_s": 0.004, "health_timeout_s": 1, **settings}
@@ -157,8 +137,11 @@ class Rig(Written):
     def living(self):
         return [p for p in self.processes if p.loaded and not p.killed]
 
-    async def begin_again(self):
-        """The next training side, after one that has failed: it goes on to the end."""
+    async def lose_a_rank(self):
+        """A training side that fails by it, and the next one, which goes on to the end."""
+        await self.begin()
+        with pytest.raises(ProcessDied):
+            await asyncio.wait_for(self.coordinator.run(), 20)
         self.training = False
         await self.pool.fence()
         await self.engines.sleep()
@@ -243,9 +226,7 @@ async def test_a_run_whose_replicas_all_die_in_the_trainers_turn_goes_on(tmp_pat
 async def test_a_replica_that_does_not_sleep_is_killed_and_the_step_waits_for_its_exit(tmp_path):
     rig = Rig(tmp_path)
     rig.exit_s = 0.05
-    rig.queue.hold(0)
-    running = asyncio.create_task(rig.run())
-    await until(lambda: rig.queue.leases > 1)
+    running = await waiting_for_groups(rig, 0)
 
     async def hangs():
         await asyncio.Event().wait()
@@ -262,9 +243,7 @@ async def test_a_replica_that_does_not_sleep_is_killed_and_the_step_waits_for_it
 
 async def test_a_suspended_replica_is_killed_because_nobody_knows_whether_it_sleeps(tmp_path):
     rig = Rig(tmp_path, rejoin_timeout_s=10)
-    rig.queue.hold(0)
-    running = asyncio.create_task(rig.run())
-    await until(lambda: rig.queue.leases > 1)
+    running = await waiting_for_groups(rig, 0)
     late = rig.processes[0]
     late.mute = True
     await until(lambda: rig.events("replica_suspended"))
@@ -291,9 +270,7 @@ async def test_a_replica_that_is_late_while_it_sleeps_rejoins(tmp_path):
 
 async def test_the_step_waits_for_a_replica_that_loads(tmp_path):
     rig = Rig(tmp_path)
-    rig.queue.hold(0)
-    running = asyncio.create_task(rig.run())
-    await until(lambda: rig.queue.leases > 1)
+    running = await waiting_for_groups(rig, 0)
     rig.load_s = 0.1
     rig.processes[0].die()
     await until(lambda: rig.processes[2:] and rig.processes[2].loaded)
@@ -320,23 +297,17 @@ async def test_a_failed_step_leaves_the_devices_to_the_next_training_side(tmp_pa
     rig = Rig(tmp_path)
 
     async def fails():
+        del rig.trainers.on_step[1]
         raise ProcessDied("a rank died")
 
     rig.trainers.on_step[1] = fails
-    await rig.begin()
-    with pytest.raises(ProcessDied):
-        await asyncio.wait_for(rig.coordinator.run(), 20)
-    del rig.trainers.on_step[1]
-    await rig.begin_again()
+    await rig.lose_a_rank()
 
 
 async def test_a_failed_publish_leaves_the_devices_to_the_next_training_side(tmp_path):
     rig = Rig(tmp_path)
-    await rig.begin()
     rig.trainer.outcomes = [GOOD, ProcessDied("a rank died while it sent")]
-    with pytest.raises(ProcessDied):
-        await asyncio.wait_for(rig.coordinator.run(), 20)
-    await rig.begin_again()
+    await rig.lose_a_rank()
 
 
 async def test_an_evaluation_comes_while_the_engines_are_awake(tmp_path):

@@ -227,8 +227,7 @@ class TestCalls:
     @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=30), data=st.data())
     def test_messages_are_the_same_however_they_are_cut(self, sizes, data):
         sent = [data.draw(st.binary(min_size=size, max_size=size)) for size in sizes]
-        stream = b"".join(struct.pack("<Q", len(message)) + message for message in sent)
-        taken = []
+        stream, taken = framed(sent), []
 
         class End(connections._End):
             def _take(self, message):
@@ -261,11 +260,14 @@ class Trap:
         Trap.sprung = True
 
 
-async def spoken_to(server, messages):
-    """What an actor answers to these messages until it closes the connection."""
+def framed(messages):
+    return b"".join(struct.pack("<Q", len(message)) + message for message in messages)
+
+
+async def spoken_to(server, stream):
+    """What an actor answers to these bytes until it closes the connection."""
     reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
-    for message in messages:
-        writer.write(struct.pack("<Q", len(message)) + message)
+    writer.write(stream)
     async with asyncio.timeout(5):
         answered = await reader.read()
     writer.close()
@@ -291,22 +293,18 @@ class TestStrangers:
     async def test_nothing_of_who_has_no_secret_is_unpickled(self, messages):
         _actor, server, _connection = await opened()
         call = struct.pack("<Q", 1) + pickle.dumps(("echo", (Trap(),), {}))
-        answered = await spoken_to(server, [*messages, call])
+        answered = await spoken_to(server, framed([*messages, call]))
         assert not Trap.sprung
         assert len(answered) <= 72, "its challenge and its proof, at most"
 
     async def test_a_long_message_of_a_stranger_is_not_waited_for(self):
         _actor, server, _connection = await opened()
-        reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
-        writer.write(struct.pack("<Q", 1 << 40))
-        async with asyncio.timeout(5):
-            assert await reader.read() == b""
-        writer.close()
+        assert await spoken_to(server, struct.pack("<Q", 1 << 40)) == b""
 
     async def test_who_says_nothing_is_not_waited_for(self, monkeypatch):
         monkeypatch.setattr(connections, "HANDSHAKE_S", 0.05)
         _actor, server, connection = await opened()
-        assert await spoken_to(server, []) == b""
+        assert await spoken_to(server, b"") == b""
         assert await connection.call("echo", (1,), {}) == 1, "who has proven itself stays"
 
     @pytest.mark.parametrize("answers", [True, False])
@@ -330,7 +328,7 @@ class TestStrangers:
         _actor, server, connection = await opened()
         address = server.address
         strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(2)]
-        assert await spoken_to(server, []) == b""
+        assert await spoken_to(server, b"") == b""
         assert await connection.call("echo", (1,), {}) == 1
         strangers[0][1].close()
         await asyncio.sleep(0.05)

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from asyncrl.checkpoint.store import CheckpointStore
-from asyncrl.config.load import load_recipe
 from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
@@ -35,7 +34,7 @@ from asyncrl.types import (
 )
 from asyncrl_testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
 from asyncrl_testing.local import LocalActor
-from tests.processes import QUICKSTART
+from tests.make import quickstart
 from tests.waiting import until
 
 GROUP = GroupSummary(0, 0, (Lengths(3, 2, 2),) * 2, (0.0, 1.0), (), 2, 0)
@@ -259,7 +258,7 @@ class Rig(Written):
     def __init__(self, tmp_path, *overrides, max_steps=1, start_from=None):
         self.path = tmp_path
         fixed = f"run.max_steps={max_steps}", "ray.health_interval_s=0.005"
-        self.recipe = load_recipe(QUICKSTART, ["eval.every_steps=0", *fixed, *overrides])
+        self.recipe = quickstart("eval.every_steps=0", *fixed, *overrides)
         self.queue, self.trainers, self.rollouter = Queue(), Trainers(), Rollouter()
         self.trainer, self.fleet = FakeTrainer(), Fleet(2)
         self.parts = parts_of(self, self.fleet, EventLog(tmp_path / "events.jsonl"))
@@ -276,6 +275,14 @@ class Rig(Written):
         return [path.name for path in self.parts.checkpoints.all()]
 
 
+async def waiting_for_groups(rig, step):
+    """The run of `rig`, which waits for the groups of this step until `rig.queue.ready[step]` is set."""
+    rig.queue.hold(step)
+    running = asyncio.ensure_future(rig.run())
+    await until(lambda: rig.queue.leases > step + 1)
+    return running
+
+
 @pytest.mark.parametrize("overlap", ["weights.overlap=true", "weights.overlap=false"])
 async def test_a_run_publishes_every_step_and_leaves_a_checkpoint(tmp_path, overlap):
     rig = Rig(tmp_path, overlap, max_steps=3)
@@ -287,9 +294,7 @@ async def test_a_run_publishes_every_step_and_leaves_a_checkpoint(tmp_path, over
 
 async def test_while_it_waits_for_groups_a_newcomer_alone_gets_the_published_version(tmp_path):
     rig = Rig(tmp_path)
-    rig.queue.hold(0)
-    running = rig.run()
-    await until(lambda: rig.queue.leases > 1)
+    running = await waiting_for_groups(rig, 0)
     rig.fleet.kill(0)
     await until(lambda: rig.fleet.versions()[0] == [0])
     await rig.fleet.looked()
@@ -303,10 +308,8 @@ async def test_while_it_waits_for_groups_a_newcomer_alone_gets_the_published_ver
 
 async def test_while_it_waits_with_an_unpublished_step_everybody_gets_the_newer_version(tmp_path):
     rig = Rig(tmp_path, "staleness.publish_every_steps=2", max_steps=3)
-    rig.queue.hold(1)
-    running = rig.run()
-    await until(lambda: rig.coordinator.step == 1 and rig.queue.leases > 2)
-    assert rig.sent() == [0]
+    running = await waiting_for_groups(rig, 1)
+    assert (rig.coordinator.step, rig.sent()) == (1, [0])
     rig.fleet.kill(0)
     await until(lambda: rig.queue.published_versions == [0, 1])
     await rig.fleet.looked()
@@ -324,9 +327,7 @@ async def test_a_drain_that_nobody_can_end_publishes_once(tmp_path):
         rig.fleet.kill(0, 1)
 
     rig.trainers.on_step[0] = all_die
-    rig.queue.hold(1)
-    running = rig.run()
-    await until(lambda: rig.queue.leases > 2)
+    running = await waiting_for_groups(rig, 1)
     assert rig.sent() == rig.queue.published_versions == [0, 1]
     assert rig.fleet.versions() == {0: [1], 1: [1]}
     rig.queue.idle.set()
@@ -416,9 +417,8 @@ async def test_a_publish_beside_training_that_fails_ends_the_run_while_it_waits_
 async def test_a_stop_while_it_waits_for_groups_lets_a_publish_beside_training_end_and_saves_the_step(tmp_path):
     rig = Rig(tmp_path, "weights.overlap=true", "run.shutdown_timeout_s=0.2", max_steps=4)
     held = _Held(rig, 1)
-    rig.queue.hold(1)
-    running = rig.run()
-    await until(lambda: held.begun.is_set() and rig.queue.leases > 2)
+    running = await waiting_for_groups(rig, 1)
+    await held.begun.wait()
     rig.coordinator.stop()
     await asyncio.sleep(0.5)  # longer than a stop may take
     assert not running.done()
@@ -518,9 +518,7 @@ async def test_a_rank_that_dies_while_it_fetches_ahead_ends_the_step_with_its_er
 
 async def test_groups_that_are_not_ready_in_time_are_not_waited_for(tmp_path):
     rig = Rig(tmp_path, max_steps=2)
-    rig.queue.hold(1)
-    running = rig.run()
-    await until(lambda: rig.queue.leases > 1)
+    running = await waiting_for_groups(rig, 1)
     assert (rig.queue.committed, rig.trainers.ahead) == ([0], [])
     rig.queue.ready[1].set()
     await running

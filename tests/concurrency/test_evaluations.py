@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.fleet.replica_pool import PoolSettings, ReplicaPool
 from asyncrl.errors import DeadlineExceeded, GenerationError, Process, ProcessDied
 from asyncrl.observability.events import EventLog
 from asyncrl.types import EvalResult
 from asyncrl_testing.fake_fleet import FakeReplica, FakeTrainer
-from tests.concurrency.test_coordinator import QUICKSTART, Queue, Rollouter, Trainers, Written, parts_of
+from tests.concurrency.test_coordinator import Queue, Rollouter, Trainers, Written, parts_of
 from tests.concurrency.test_coordinator import _short_polls as _short_polls
+from tests.make import quickstart
 from tests.waiting import until
 
 
@@ -71,7 +71,7 @@ class Rig(Written):
         self.path = tmp_path
         keys = ["eval.every_steps=2", "eval.leased_replicas=1", f"rollout.num_replicas={num}"]
         keys += [f"run.max_steps={max_steps}", "ray.health_interval_s=0.005", *overrides]
-        self.recipe = load_recipe(QUICKSTART, keys)
+        self.recipe = quickstart(*keys)
         self.queue, self.trainers, self.rollouter = Queue(), Trainers(), Evaluating()
         self.trainer, self.controls = FakeTrainer(), []
         self.tables = []
@@ -93,7 +93,9 @@ class Rig(Written):
         self.rollouter.routed = tuple(table.those("serving", "held"))
         self.tables.append(table)
 
-    async def start(self):
+    async def start(self, *evaluations):
+        """Begins the run; `evaluations`: what the rollouter does, by turn."""
+        self.rollouter.on_evaluate = [*evaluations]
         await self.pool.set_listener(self._route)
         await self.pool.start()
         self.coordinator = Coordinator(self.recipe, parts_of(self, self.pool, self.log), None)
@@ -134,9 +136,8 @@ async def first(replicas):
 
 async def test_steps_go_on_while_a_pinned_replica_answers_and_it_catches_up_afterwards(tmp_path):
     rig, held = Rig(tmp_path), Held(version=2)
-    rig.rollouter.on_evaluate = [first, held]
     rig.queue.hold(4)
-    await rig.start()
+    await rig.start(first, held)
     await rig.stepped(4)
     assert held.begun.is_set(), "it began after step 2"
     assert held.replicas == {1: rig.controls[1]}
@@ -159,8 +160,7 @@ async def test_steps_go_on_while_a_pinned_replica_answers_and_it_catches_up_afte
 
 async def test_the_last_step_waits_for_the_evaluation_under_way_then_all_replicas_answer(tmp_path):
     rig, held = Rig(tmp_path, max_steps=3), Held(version=2)
-    rig.rollouter.on_evaluate = [first, held]
-    await rig.start()
+    await rig.start(first, held)
     await until(lambda: rig.coordinator.step == 3)
     assert rig.rollouter.asked == [("held_out", None), ("held_out", [1])]
     held.end.set()
@@ -175,10 +175,9 @@ async def test_the_last_step_waits_for_the_evaluation_under_way_then_all_replica
 )
 async def test_one_that_fails_is_tried_again_on_other_leases_with_the_version_of_then(tmp_path, error):
     rig, held = Rig(tmp_path), Held(raises=error)
-    rig.rollouter.on_evaluate = [first, held]
     rig.queue.hold(2)
     rig.queue.hold(3)
-    await rig.start()
+    await rig.start(first, held)
     await held.begun.wait()
     held.end.set()
     await until(lambda: rig.rollouter.routed == (0, 1))
@@ -200,8 +199,7 @@ async def test_one_that_fails_twice_is_counted_and_training_goes_on(tmp_path):
         pinned.append(rig.coordinator.step)
         raise GenerationError("all prompts failed")
 
-    rig.rollouter.on_evaluate = [first, fails, fails]
-    await rig.start()
+    await rig.start(first, fails, fails)
     await rig.running
     assert [e["tries"] for e in rig.events("evaluation_failed")] == [1, 2]
     counted = [m["step"] for m in rig.metrics if "eval/failed" in m]
@@ -213,8 +211,7 @@ async def test_one_that_fails_twice_is_counted_and_training_goes_on(tmp_path):
 
 async def test_one_that_fails_in_the_last_step_is_not_due_again_but_counted(tmp_path):
     rig, held = Rig(tmp_path, max_steps=3), Held(raises=GenerationError("all lost"))
-    rig.rollouter.on_evaluate = [first, held]
-    await rig.start()
+    await rig.start(first, held)
     await until(lambda: rig.coordinator.step == 3)
     held.end.set()
     await rig.running
@@ -225,8 +222,7 @@ async def test_one_that_fails_in_the_last_step_is_not_due_again_but_counted(tmp_
 async def test_an_answer_by_another_version_than_the_pinned_one_is_no_result(tmp_path):
     rig, held = Rig(tmp_path), Held(version=1)
     held.end.set()
-    rig.rollouter.on_evaluate = [first, held]
-    await rig.start()
+    await rig.start(first, held)
     await rig.running
     assert "version 2 was pinned" in rig.events("evaluation_failed")[0]["error"]
 
@@ -235,8 +231,7 @@ async def test_a_leased_replica_that_dies_is_replaced_and_the_next_set_is_not_as
     """Two replicas are leased; one dies in the first set, the other answers the second alone."""
     rig = Rig(tmp_path, "eval.leased_replicas=2", "data.eval.second=data/arithmetic_test.jsonl", num=3, max_steps=4)
     held = Held(version=2)
-    rig.rollouter.on_evaluate = [first, first, held]
-    await rig.start()
+    await rig.start(first, first, held)
     await held.begun.wait()
     assert sorted(held.replicas) == [1, 2]
     rig.controls[1].dead = ProcessDied("killed")
@@ -252,7 +247,6 @@ async def test_a_leased_replica_that_dies_is_replaced_and_the_next_set_is_not_as
 
 async def test_without_a_replica_to_spare_it_stays_due(tmp_path):
     rig = Rig(tmp_path)
-    rig.rollouter.on_evaluate = [first]
 
     async def one_dies():
         rig.may_start.clear()
@@ -261,7 +255,7 @@ async def test_without_a_replica_to_spare_it_stays_due(tmp_path):
 
     rig.trainers.on_step[1] = one_dies
     rig.queue.hold(2)
-    await rig.start()
+    await rig.start(first)
     await rig.stepped(2)
     assert not rig.events("evaluation_started"), "the only replica left generates"
     rig.may_start.set()
@@ -276,10 +270,9 @@ async def test_without_a_replica_to_spare_it_stays_due(tmp_path):
 async def test_a_stop_waits_for_no_evaluation(tmp_path, where):
     last = where == "last step"
     rig, held = Rig(tmp_path, max_steps=3 if last else 6), Held()
-    rig.rollouter.on_evaluate = [first, held]
     if not last:
         rig.queue.hold(2)
-    await rig.start()
+    await rig.start(first, held)
     await held.begun.wait()
     await until(lambda: rig.coordinator.step == (3 if last else 2))
     rig.coordinator.stop()
@@ -291,9 +284,8 @@ async def test_a_stop_waits_for_no_evaluation(tmp_path, where):
 
 async def test_an_error_of_the_run_ends_the_evaluation_too(tmp_path):
     rig, held = Rig(tmp_path), Held()
-    rig.rollouter.on_evaluate = [first, held]
     rig.queue.hold(2)
-    await rig.start()
+    await rig.start(first, held)
     await held.begun.wait()
 
     async def dead():
@@ -319,8 +311,7 @@ async def test_one_that_fails_while_training_waits_is_counted_and_the_run_goes_o
     async def fails(replicas):
         raise error
 
-    rig.rollouter.on_evaluate = [fails, first, fails, fails]
-    await rig.start()
+    await rig.start(fails, first, fails, fails)
     await rig.running
     assert rig.coordinator.step == 3
     failed = [(e["step"], e["version"], e["error"]) for e in rig.events("evaluation_failed")]
@@ -336,7 +327,6 @@ async def test_a_process_that_is_lost_during_an_evaluation_is_no_failed_evaluati
     async def lost(replicas):
         raise ProcessDied("gone").of(Process("replica", 0))
 
-    rig.rollouter.on_evaluate = [lost]
-    await rig.start()
+    await rig.start(lost)
     with pytest.raises(ProcessDied, match="gone"):
         await rig.running

@@ -5,10 +5,8 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.config.run import RayConfig
 from asyncrl.driver.fleet.server_keeper import ServerKeeper
 from asyncrl.driver.preflight import check_server
@@ -16,13 +14,12 @@ from asyncrl.errors import ConfigError, GenerationError, ProcessDied
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.inference.replica import Replica
 from asyncrl.remote.failure_policy import RestartBudget
-from asyncrl.types import GenerationRequest, ReplicaTable, RunServerStats, SamplingParams
+from asyncrl.types import ReplicaTable, RunServerStats
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalActor, publish
-from tests.concurrency.test_coordinator import QUICKSTART
+from tests.concurrency.test_replica import LONG, request
+from tests.make import quickstart
 from tests.waiting import until
-
-LONG = 1_000_000
 
 
 @asynccontextmanager
@@ -37,10 +34,6 @@ async def serving(total=4, external=2, external_timeout_s=20.0, version=1):
         yield replica, engine
     finally:
         await replica.stop()
-
-
-def request(name, max_tokens=LONG):
-    return GenerationRequest(name, np.array([7], np.int32), SamplingParams(max_tokens=max_tokens))
 
 
 async def ends(replica, client, count=1):
@@ -256,18 +249,18 @@ async def test_a_server_that_never_starts_costs_the_run_nothing_but_a_line_in_th
 )
 def test_an_address_that_cannot_be_served_is_named_before_anything_starts(settings, key, message):
     words = [f"rollout.serve.{setting}" for setting in ("enabled=true", *settings)]
-    serve = load_recipe(QUICKSTART, words).rollout.serve
+    serve = quickstart(*words).rollout.serve
     with pytest.raises(ConfigError, match=message) as raised:
         check_server(serve, key)
     assert "do:" in str(raised.value)
 
 
 def test_an_address_for_others_is_fine_with_a_key():
-    words = ["rollout.serve.enabled=true", "rollout.serve.host=0.0.0.0"]
-    check_server(load_recipe(QUICKSTART, words).rollout.serve, "a key")
+    recipe = quickstart("rollout.serve.enabled=true", "rollout.serve.host=0.0.0.0")
+    check_server(recipe.rollout.serve, "a key")
 
 
 @pytest.mark.parametrize("setting", ["share=0", "share=1.5", "port=70000", "wait_timeout_s=0", "wait_timeout_s=700"])
 def test_settings_out_of_range_are_refused_by_name(setting):
     with pytest.raises(ConfigError, match=rf"rollout\.serve\.{setting.partition('=')[0]}"):
-        load_recipe(QUICKSTART, [f"rollout.serve.{setting}"])
+        quickstart(f"rollout.serve.{setting}")

@@ -40,18 +40,30 @@ async def digest_of(manifest, source, timeout_s):
 class Process:
     """A real replica over a fake engine, reached as over Ray."""
 
-    def __init__(self, replica_id):
-        self.replica_id = replica_id
+    def __init__(self, replica_id, places):
+        self.replica_id, self.places = replica_id, places
         self.engine = FakeEngine(FakeScript(start_version=None, load_hook=digest_of, tick_s=0.05, chunk_tokens=3))
         self.replica = Replica(replica_id, lambda: self.engine, gate_timeout_s=1e6)
         self.channel = LocalReplicaChannel(self.replica, "test")
         self.started = self.killed = False
 
-    async def call(self, method, *args):
+    async def load(self):
+        await asyncio.sleep(1.5)
+
+    async def placed(self, timeout_s):
+        await self.places.ready(self.replica_id, timeout_s)
+
+    async def ended(self):
+        await asyncio.sleep(0.05)
+        assert self.killed
+
+    async def call(self, timeout_s, method, *args):
         await asyncio.sleep(0.01)
         if self.killed:
             raise ProcessDied(f"replica {self.replica_id} was killed")
-        return await method(self.replica, *args)
+        found = await method(self.replica, *args)
+        self.started = self.started or method is Replica.start
+        return found
 
     def die(self):
         if not self.killed:
@@ -63,31 +75,28 @@ class Process:
 class Control:
     """A `ReplicaControl` of a process."""
 
-    def __init__(self, process, places, abandoned=False):
-        self.process, self.places, self.abandoned = process, places, abandoned
+    def __init__(self, process):
+        self.process, self.abandoned = process, False
 
     async def call(self, timeout_s, method, *args):
         if self.abandoned:
             raise DeadlineExceeded("an earlier control")
         if method is Replica.start:
-            await asyncio.sleep(1.5)
-        found = await self.process.call(method, *args)
-        self.process.started = self.process.started or method is Replica.start
-        return found
+            await self.process.load()
+        return await self.process.call(timeout_s, method, *args)
 
     async def placed(self, timeout_s):
-        await self.places.ready(self.process.replica_id, timeout_s)
+        await self.process.placed(timeout_s)
 
     def abandon(self):
         self.abandoned = True
-        return Control(self.process, self.places)
+        return Control(self.process)
 
     def kill(self):
         self.process.die()
 
     async def ended(self, timeout_s, ping):
-        await asyncio.sleep(0.05)
-        assert self.process.killed
+        await self.process.ended()
 
 
 class Nodes:
@@ -163,8 +172,8 @@ class Rig:
         self.log.append((event, self.version))
 
     def _spawn(self, replica_id):
-        self.processes.append(Process(replica_id))
-        return Control(self.processes[-1], self.nodes)
+        self.processes.append(Process(replica_id, self.nodes))
+        return Control(self.processes[-1])
 
     async def _route(self, table):
         await asyncio.sleep(0.005)
@@ -362,38 +371,32 @@ def test_a_replica_whose_machine_ends_leaves_in_good_order_and_another_comes_wit
     run_virtual(scenario())
 
 
-def test_what_the_run_cannot_have_is_refused_with_what_to_do():
-    async def scenario():
-        rig = Rig()
-        for replicas, found in ((1, "rollout.num_replicas"), (MOST + 1, f"rollout.max_replicas={MOST}")):
-            with pytest.raises(ConfigError, match=found) as raised:
-                rig.fleet.resize(replicas)
-            assert f"asked: {replicas} replicas" in str(raised.value)
-            assert "do:    ask for" in str(raised.value)
-        await rig.client.close()
-        with pytest.raises(ConfigError, match="placement=colocated keeps its 2"):
-            FleetLimits(2, None, "placement=colocated").require(3)
-        FleetLimits(2, None, "placement=colocated").require(2)
-        FleetLimits(2).require(1000)
-        assert rig.log == []
-
-    run_virtual(scenario())
+async def test_what_the_run_cannot_have_is_refused_with_what_to_do():
+    rig = Rig()
+    for replicas, found in ((1, "rollout.num_replicas"), (MOST + 1, f"rollout.max_replicas={MOST}")):
+        with pytest.raises(ConfigError, match=found) as raised:
+            rig.fleet.resize(replicas)
+        assert f"asked: {replicas} replicas" in str(raised.value)
+        assert "do:    ask for" in str(raised.value)
+    await rig.client.close()
+    with pytest.raises(ConfigError, match="placement=colocated keeps its 2"):
+        FleetLimits(2, None, "placement=colocated").require(3)
+    FleetLimits(2, None, "placement=colocated").require(2)
+    FleetLimits(2).require(1000)
+    assert rig.log == []
 
 
-def test_an_error_of_the_places_ends_the_watch():
-    async def scenario():
-        rig = Rig()
+async def test_an_error_of_the_places_ends_the_watch():
+    rig = Rig()
 
-        async def broken(replica_id, timeout_s):
-            raise RuntimeError("Ray refuses")
+    async def broken(replica_id, timeout_s):
+        raise RuntimeError("Ray refuses")
 
-        rig.nodes.ready = broken
-        with pytest.raises(RuntimeError, match="Ray refuses"):
-            async with asyncio.timeout(30):
-                await rig.fleet.watch()
-        await rig.client.close()
-
-    run_virtual(scenario())
+    rig.nodes.ready = broken
+    with pytest.raises(RuntimeError, match="Ray refuses"):
+        async with asyncio.timeout(30):
+            await rig.fleet.watch()
+    await rig.client.close()
 
 
 @given(

@@ -151,33 +151,24 @@ async def test_a_withdrawn_replica_stops_working_and_no_token_that_came_is_lost(
         await other.close()
 
 
-@pytest.mark.parametrize("state", ["leased", "leaving"])
-async def test_a_withdrawn_replica_hands_over_the_tokens_that_its_outbox_gathers(state):
+@pytest.mark.parametrize("how", ["leased", "leaving", "another client's"])
+async def test_a_withdrawn_replica_hands_over_the_tokens_that_its_outbox_gathers(how):
+    """The last: when the replicas of one of several rollouters are back, and it had worked with those of the others."""
     async with Fleet(tick_s=0.002, chunk_tokens=1, waits=True, poll_interval_s=0.05) as fleet:
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200))) for _ in range(8)]
         await fleet.sampled(80)
         assert not any(p.draft.num_tokens for p in fleet.client._pending.values()), "all are still at the replicas"
-        fleet.client.set_replicas(fleet.rows.put(0, state=state))
+        if how == "another client's":
+            fleet.client.set_replicas(fleet.rows.table.only({1}), fleet.rows.table)
+        else:
+            fleet.client.set_replicas(fleet.rows.put(0, state=how))
         late = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=5)))
         await fleet.client.handed_over()
+        assert not fleet.engines[0].health().running, "they were aborted"
         sampled = fleet.engines[0].health().generated_tokens
         generations = [*await whole(running, 200), *await whole([late], 5)]
         kept = sum(s.stop - s.start for g in generations for s in g.segments if s.replica_id == 0)
         assert kept == sampled == fleet.engines[0].health().generated_tokens > 20
-
-
-async def test_a_replica_that_is_another_clients_now_hands_over_too():
-    """As when the replicas of one of several rollouters are back, and it had worked with those of the others."""
-    async with Fleet(tick_s=0.002, chunk_tokens=1, waits=True, poll_interval_s=0.05) as fleet:
-        running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=200))) for _ in range(8)]
-        await fleet.sampled(80)
-        fleet.client.set_replicas(fleet.rows.table.only({1}), fleet.rows.table)
-        await fleet.client.handed_over()
-        assert not fleet.engines[0].health().running, "they were aborted"
-        sampled = fleet.engines[0].health().generated_tokens
-        generations = await asyncio.gather(*running)
-        kept = sum(s.stop - s.start for g in generations for s in g.segments if s.replica_id == 0)
-        assert kept == sampled > 20
         assert sorted(fleet.client.loads) == [1]
 
 

@@ -11,7 +11,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.config.load import load_recipe
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.row_table import RowWriter
 from asyncrl.data.rows import ChatMessage, PromptRow
@@ -35,7 +34,7 @@ from asyncrl.types import (
 )
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalActor, LocalReplicaChannel, Rows, publish
-from tests.processes import QUICKSTART
+from tests.make import quickstart
 from tests.waiting import until
 
 HINT = np.array([4, 3], np.int32)
@@ -156,18 +155,15 @@ class Rig:
     def __init__(self, tmp_path, tokenizer, *overrides, environment="TwoTurns", group_size=2, **script):
         self.path = tmp_path
         self.engine = FakeEngine(FakeScript(start_version=None, chunk_tokens=1, **{"tick_s": 0.0, **script}))
-        self.recipe = load_recipe(
-            QUICKSTART,
-            [
-                f"model.path={tokenizer}",
-                f"rollout.environment={__name__}:{environment}",
-                f"batch.group_size={group_size}",
-                "rollout.sampling.max_response_tokens=20",
-                "rollout.poll_interval_s=0.0001",
-                "reward.function=exact",
-                "reward.workers=1",
-                *overrides,
-            ],
+        self.recipe = quickstart(
+            f"model.path={tokenizer}",
+            f"rollout.environment={__name__}:{environment}",
+            f"batch.group_size={group_size}",
+            "rollout.sampling.max_response_tokens=20",
+            "rollout.poll_interval_s=0.0001",
+            "reward.function=exact",
+            "reward.workers=1",
+            *overrides,
         )
         rows = tuple(PromptRow((ChatMessage("user", f"{i}"),), "1", "test", (), f"train.jsonl:{i}") for i in range(8))
         prompts = tuple(np.array([100 + i, 5, 6], np.int32) for i in range(8))
@@ -204,9 +200,8 @@ class Rig:
             await replica.stop()
 
 
-async def cut_off(tmp_path, tokenizer, **options):
+async def cut_off(rig):
     """A group of two trajectories that is recorded in its second turn; what the rollouter says of it then."""
-    rig = Rig(tmp_path, tokenizer, tick_s=0.002, **options)
     queue = Queue()
     queue.give(Ticket(3, 0, 4))
     async with rig.start(queue, version=4) as rollouter:
@@ -229,7 +224,7 @@ def resumed(partial, ticket):
 
 
 async def test_a_group_that_was_cut_off_in_its_second_turn_goes_on_token_by_token(tmp_path, tokenizer):
-    partial = await cut_off(tmp_path, tokenizer)
+    partial = await cut_off(Rig(tmp_path, tokenizer, tick_s=0.002))
     assert partial.ticket == Ticket(3, 0, 4)
     for trajectory in partial.trajectories:
         first, second = trajectory.calls
@@ -263,7 +258,7 @@ async def test_a_group_that_was_cut_off_in_its_second_turn_goes_on_token_by_toke
 
 
 async def test_a_checkpoint_in_the_middle_of_a_replay_loses_nothing_of_the_record(tmp_path, tokenizer):
-    partial = await cut_off(tmp_path, tokenizer)
+    partial = await cut_off(Rig(tmp_path, tokenizer, tick_s=0.002))
     rig, queue = Rig(tmp_path, tokenizer), Queue()
     rig.engine.stall()
     ticket = Ticket(3, 1, 4)

@@ -11,7 +11,7 @@ from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Segment, Ticket
 from asyncrl_testing.fake_engine import fake_experts
 from asyncrl_testing.local import publish
-from tests.concurrency.test_rollouter import HINT, Queue, Rig, ended, resumed, tokenizer
+from tests.concurrency.test_rollouter import HINT, Queue, Rig, cut_off, ended, resumed, tokenizer
 from tests.waiting import until
 
 __all__ = ["tokenizer"]  # a fixture
@@ -69,12 +69,7 @@ async def test_each_token_keeps_its_experts_over_turns_and_publishes(tmp_path, t
 
 
 async def test_a_group_that_was_cut_off_keeps_the_experts_that_it_had(tmp_path, tokenizer):
-    first, queue = rig(tmp_path, tokenizer, tick_s=0.002), Queue()
-    queue.give(Ticket(3, 0, 4))
-    async with first.start(queue, version=4) as rollouter:
-        await until(lambda: first.engine.health().generated_tokens >= 2 * 25, "the second turn")
-        partials = await rollouter.partials()
-    save_partials(tmp_path, partials)
+    save_partials(tmp_path, [await cut_off(rig(tmp_path, tokenizer, tick_s=0.002))])
     [partial] = load_partials(tmp_path)
     again, ticket = rig(tmp_path, tokenizer), Ticket(3, 1, 4)
     queue = await ended(again, ticket, version=6, replica_id=1, **resumed(partial, ticket))

@@ -146,11 +146,9 @@ time.sleep(600)
     running = asyncio.create_task(play(environment))
     await until((tmp_path / "pids").exists)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    began = time.monotonic()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert time.monotonic() - began < 1, "who cancels waits no longer"
     await until(lambda: not any(map(is_alive, pids)))
 
 

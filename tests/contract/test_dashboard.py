@@ -46,20 +46,15 @@ def test_the_workspace_is_what_the_library_itself_reads_and_shows_only_declared_
     read = internal.WorkspaceViewspec.model_validate_json(sent)
     view = internal.View(entity="me", project="project", display_name=NAME, name="nw-x-v", id="x", spec=read)
     again = Workspace._from_model(view)
-    titles = [panel.title for section in again.sections for panel in section.panels if hasattr(panel, "title")]
-    assert [title for title in titles if title] == [
-        title
-        for section in made.sections
-        for panel in section.panels
-        if hasattr(panel, "title") and (title := panel.title)
-    ]
-    assert {chart.title for chart in CHARTS} <= set(titles)
-    styles = {
-        panel.title: panel.plot_type
-        for section in again.sections
-        for panel in section.panels
-        if hasattr(panel, "plot_type")
-    }
+
+    def panels(shown, attribute):
+        """Those that have such an attribute, as pairs of title and that."""
+        every = [panel for section in shown.sections for panel in section.panels if getattr(panel, attribute, None)]
+        return [(panel.title, getattr(panel, attribute)) for panel in every]
+
+    assert panels(again, "title") == panels(made, "title")
+    assert {chart.title for chart in CHARTS} <= {title for title, _ in panels(again, "title")}
+    styles = dict(panels(again, "plot_type"))
     assert all(styles[chart.title] == {"stack": "stacked-area", "lines": "line"}[chart.kind] for chart in CHARTS)
     assert all(metric_of(key) for chart in CHARTS for key in chart.keys)
 

@@ -133,7 +133,7 @@ def test_a_fork_that_nobody_hears_of_does_not_go_on(place):
             socket.send_fds(asking, [b"."], [output.fileno()] * 3)
             asking.sendall(json.dumps(request).encode() + b"\n")
             assert asking.recv(7) == b"forked\n"
-        wait_until(lambda: not psutil.Process(server._process.pid).children(), within_s=10)
+        wait_until(lambda: not psutil.Process(server._process.pid).children())
         assert (place / "out").read_text() == ""
 
 
@@ -213,10 +213,10 @@ def test_it_ends_with_a_driver_that_is_killed_and_what_it_forked_leaves_no_zombi
     server.directory = Path(directory)
     ask(server, place, "fail")
     process = psutil.Process(int(pid))
-    wait_until(lambda: not process.children(), "no child, not even as a zombie", 10)
+    wait_until(lambda: not process.children(), "no child, not even as a zombie")
     started.kill()
     started.wait()
-    wait_until(lambda: not is_alive(process.pid), within_s=10)
+    wait_until(lambda: not is_alive(process.pid))
     assert not Path(directory).exists()
 
 

@@ -24,22 +24,26 @@ def recipe_of(settings, *overrides):
     return recipe_with(*own, *overrides)
 
 
+async def played(environment, *replies, reward, refused=0, ended=1, task=None):
+    """The texts of a prompt and a response whose episode had this reward, and as many refused actions."""
+    trajectory, session = await play(environment, *replies, task=task or guessing(60))
+    assert_exact(trajectory, session)
+    assert session.rewarded == [], "no other reward is asked"
+    assert trajectory.reward == pytest.approx(reward)
+    assert (trajectory.turns, trajectory.finish_reason) == (len(replies), "stop" if ended else "length")
+    assert dict(trajectory.reward_parts) == {"episode_ended": ended, "refused_actions": refused}
+    return text_of(session, trajectory.prompt_ids), text_of(session, trajectory.response_ids)
+
+
 def guessing(number, **extra):
     return task_of([1, 2, 3], "Guess it.", options={"number": number}, **extra)
 
 
 async def test_an_episode_is_recorded_token_by_token_and_rewarded_by_the_environment(started):
     environment = await started(recipe_of(GUESS))
-    trajectory, session = await play(environment, "50", "75", "60", task=guessing(60))
-    assert_exact(trajectory, session)
-    assert session.rewarded == [], "no other reward is asked"
-    assert trajectory.reward == pytest.approx(0.9 + 0.85 + 1.0)
-    assert (trajectory.turns, trajectory.finish_reason) == (3, "stop")
-    assert dict(trajectory.reward_parts) == {"episode_ended": 1, "refused_actions": 0}
-    assert text_of(session, trajectory.prompt_ids) == (
-        "<|im_start|>user\nGuess it.\n\nGuess a number up to 99.<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert text_of(session, trajectory.response_ids) == (
+    prompt, response = await played(environment, "50", "75", "60", reward=0.9 + 0.85 + 1.0)
+    assert prompt == "<|im_start|>user\nGuess it.\n\nGuess a number up to 99.<|im_end|>\n<|im_start|>assistant\n"
+    assert response == (
         "50<|im_end|>\n<|im_start|>user\ntoo low<|im_end|>\n<|im_start|>assistant\n75<|im_end|>\n<|im_start|>user\n"
         "too high<|im_end|>\n<|im_start|>assistant\n60<|im_end|>"
     )
@@ -47,21 +51,13 @@ async def test_an_episode_is_recorded_token_by_token_and_rewarded_by_the_environ
 
 async def test_the_reward_may_be_that_of_the_last_action(started):
     environment = await started(recipe_of({**GUESS, "reward": "final", "max_turns": 2}))
-    trajectory, session = await play(environment, "50", "75", task=guessing(60))
-    assert_exact(trajectory, session)
-    assert trajectory.reward == pytest.approx(0.85)
-    assert (trajectory.turns, trajectory.finish_reason) == (2, "length")
-    assert dict(trajectory.reward_parts)["episode_ended"] == 0
+    await played(environment, "50", "75", reward=0.85, ended=0)
 
 
 async def test_a_response_without_an_action_is_told_so_and_changes_nothing(started):
     environment = await started(recipe_of({**GUESS, "action_pattern": "<go>(.*?)</go>"}))
     replies = "I think 60", "<go>Sixty!</go>", "<go>5</go> or rather <go>60</go>"
-    trajectory, session = await play(environment, *replies, task=guessing(60))
-    assert_exact(trajectory, session)
-    assert trajectory.reward == 1
-    assert dict(trajectory.reward_parts) == {"episode_ended": 1, "refused_actions": 2}
-    text = text_of(session, trajectory.response_ids)
+    _, text = await played(environment, *replies, reward=1, refused=2)
     assert "Error: nothing is no action. An action has 1 to 12 characters of ' 0123" in text
     assert "Error: 'Sixty!' is no action." in text
 
@@ -69,24 +65,17 @@ async def test_a_response_without_an_action_is_told_so_and_changes_nothing(start
 async def test_the_drawing_of_an_environment_is_read_and_its_actions_have_names(started):
     environment = await started(recipe_of({**LAKE, "actions": ARROWS}))
     replies = "Down!", "go DOWN", "not left but right", "right", "fly", "down", "right"
-    trajectory, session = await play(environment, *replies)
-    assert_exact(trajectory, session)
-    assert trajectory.reward == 1
-    assert dict(trajectory.reward_parts) == {"episode_ended": 1, "refused_actions": 1}
-    assert "\n\n[S]FFF\nFHFH\nFFFH\nHFFG<|im_end|>" in text_of(session, trajectory.prompt_ids)
-    text = text_of(session, trajectory.response_ids)
+    prompt, text = await played(environment, *replies, reward=1, refused=1)
+    assert "\n\n[S]FFF\nFHFH\nFFFH\nHFFG<|im_end|>" in prompt
     assert "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG<|im_end|>" in text
     assert "Error: 'fly' names no action. The actions are left, down, right, up." in text
 
 
 async def test_actions_without_names_are_numbers_and_other_observations_are_json(started):
     environment = await started(recipe_of({"factory": "tests.gymnasium_environments:make_grid", "workers": 1}))
-    trajectory, session = await play(environment, "0", "2", "first 1, then 3", task=task_of([1], "Go.", seed=5))
-    assert_exact(trajectory, session)
-    assert trajectory.reward == 5
-    assert dict(trajectory.reward_parts) == {"episode_ended": 1, "refused_actions": 1}
-    assert 'Go.\n\n{"place": [1, 2], "left": 5}<' in text_of(session, trajectory.prompt_ids)
-    text = text_of(session, trajectory.response_ids)
+    replies, task = ("0", "2", "first 1, then 3"), task_of([1], "Go.", seed=5)
+    prompt, text = await played(environment, *replies, reward=5, refused=1, task=task)
+    assert 'Go.\n\n{"place": [1, 2], "left": 5}<' in prompt
     assert "Error: '0' names no action. The actions are the whole numbers from 1 to 3." in text
     assert '{"place": [2, 0], "left": 0}' in text
 

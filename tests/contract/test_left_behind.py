@@ -97,7 +97,7 @@ def test_the_stacks_of_a_busy_a_blocked_and_a_stopped_process():
         assert "waits_for_a_lock" in first
         assert stacks.read(blocked.pid).count("waits_for_a_lock") == first.count("waits_for_a_lock")
         blocked.send_signal(signal.SIGSTOP)
-        time.sleep(0.1)
+        wait_until(lambda: psutil.Process(blocked.pid).status() == psutil.STATUS_STOPPED)
         assert "is stopped" in stacks.read(blocked.pid)
         assert busy.poll() is None
     assert "cannot be read" in stacks.read(busy.pid)

@@ -137,8 +137,8 @@ async def test_a_call_has_a_deadline_and_the_server_goes_on(started):
 async def test_a_server_that_dies_fails_the_attempt_by_name_and_is_started_again(started):
     environment = await started(with_server(by_command()))
     before, _ = await said(environment, "process_id")
-    resting = asyncio.create_task(said(environment, "rest", seconds=60))
-    await asyncio.sleep(0.5)
+    resting = asyncio.create_task(said(environment, "rest", seconds=600))
+    await said(environment, "process_id")  # asked after it, and answered
     with pytest.raises(ProcessDied, match="call die of MCP server office") as died:
         await play(environment, call_text("die"), "done")
     assert str(died.value.process) == "MCP server office"
@@ -147,7 +147,7 @@ async def test_a_server_that_dies_fails_the_attempt_by_name_and_is_started_again
     after, _ = await said(environment, "process_id")
     assert after != before
     os.kill(int(after), signal.SIGKILL)
-    await asyncio.sleep(0.5)
+    await until(lambda: not is_alive(int(after)))
     with pytest.raises(ProcessDied, match="MCP server office"):
         await play(environment, call_text("add", a=1, b=2), "done")
     assert await said(environment, "add", a=1, b=2) == ("3", 0)

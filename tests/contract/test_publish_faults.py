@@ -463,4 +463,4 @@ async def test_a_shutdown_in_the_middle_of_a_publish_ends_in_time_and_leaves_not
     await asyncio.gather(fleet.stop(3.0), trainer.stop())
     assert time.monotonic() - started < 45, "the deadline of one transfer, and the next one without it"
     assert not files_in((SHARED_MEMORY,), pids), "the sender has closed before its process was killed"
-    await until(lambda: not any(map(is_alive, pids)), within_s=10)
+    await until(lambda: not any(map(is_alive, pids)))

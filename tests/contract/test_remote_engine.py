@@ -82,9 +82,15 @@ async def serving(kind="vllm", *, real=True, script=None, server=None, **setting
         yield made, engine
 
 
+async def refuses_to_start(engine, error, said):
+    with pytest.raises(error, match=said):
+        await within(engine.start(), 60)  # the first one imports transformers
+    await within(engine.stop(), 20)
+
+
 async def ends(engine):
     """Waits until the engine is dead; the reason."""
-    await until(lambda: not engine.health().alive, within_s=10)
+    await until(lambda: not engine.health().alive)
     return engine.health().detail
 
 
@@ -147,14 +153,14 @@ async def test_requests_beyond_the_places_wait_here(kind):
 
 
 async def test_an_abort_frees_the_place_at_the_server(kind):
-    async with serving(kind, script=FakeScript(tick_s=0.005)) as (server, engine):
-        clients = [Client(engine, make_request(max_tokens=400)) for _ in range(3)]
+    async with serving(kind, script=FakeScript(tick_s=0.05)) as (server, engine):
+        clients = [Client(engine, make_request(max_tokens=4000)) for _ in range(3)]  # 200 s
         for client in clients:
             await client.first_tokens()
         await within(engine.abort([clients[0].request.request_id]), 5)
         assert clients[0].task.done() or (await clients[0].done()).finish_reasons == ["abort"]
         await within(engine.abort(None), 5)
-        await until(lambda: not server.engine.health().running, within_s=5)
+        await until(lambda: not server.engine.health().running)
 
 
 # -- publishes ---------------------------------------------------------------------------------------------------------
@@ -279,13 +285,13 @@ async def test_a_server_of_sglang_that_loads_for_long_is_not_lost_and_one_that_h
 
 async def test_sglang_keeps_no_request_whose_connection_is_gone():
     """A request that has no token yet, and one whose consumer leaves: both are aborted by name."""
-    async with serving("sglang", script=FakeScript(tick_s=0.005, num_slots=1)) as (server, engine):
-        first, second = (Client(engine, make_request(max_tokens=4000)) for _ in range(2))  # 20 s each
+    async with serving("sglang", script=FakeScript(tick_s=0.05, num_slots=1)) as (server, engine):
+        first, second = (Client(engine, make_request(max_tokens=4000)) for _ in range(2))  # 200 s each
         await first.first_tokens()
-        await until(lambda: server.engine.health().waiting, within_s=5)
+        await until(lambda: server.engine.health().waiting)
         for client in (second, first):
             client.task.cancel()
-        await until(lambda: not (server.engine.health().running or server.engine.health().waiting), within_s=5)
+        await until(lambda: not (server.engine.health().running or server.engine.health().waiting))
 
 
 @pytest.mark.parametrize("incremental", [True, False])
@@ -300,7 +306,7 @@ async def test_a_stop_token_that_sglang_does_not_look_at_ends_the_response_and_f
         assert (stopped.ids, stopped.finish_reasons) == (free[:10], ["stop"])
         assert "stop_token_ids" not in server.asked[-1]["sampling_params"]
         assert server.engine.health().running == 0
-        assert server.engine.health().generated_tokens < 200, "it was aborted there"
+        assert server.engine.health().generated_tokens < 400, "it was aborted there"
         both = Client(engine, make_request(max_tokens=400, stop=(free[9], 7)))
         await both.done()
         assert (both.ids, both.finish_reasons) == (free[:10], ["stop"])
@@ -309,29 +315,25 @@ async def test_a_stop_token_that_sglang_does_not_look_at_ends_the_response_and_f
 
 @pytest.mark.parametrize("raw", [False, True])
 async def test_weights_that_show_nothing_at_the_start_are_looked_at_after_the_first_publish(weights, raw):
-    async with up("sglang", raw=raw) as running:
-        running.flat = True
-        engine = make_engine(running.url, "sglang", real=False)
-        await within(engine.start())  # the first one imports transformers
-        publisher = Publisher(engine, "disk")
-        running.flat = False
-        if raw:
-            with pytest.raises(GenerationError, match="before temperature"):
+    async with up("sglang", raw=raw) as server:
+        server.flat = True
+        async with running(make_engine(server.url, "sglang", real=False)) as engine:
+            publisher = Publisher(engine, "disk")
+            server.flat = False
+            if raw:
+                with pytest.raises(GenerationError, match="before temperature"):
+                    await publisher.publish(weights, 1, "abort")
+            else:
                 await publisher.publish(weights, 1, "abort")
-        else:
-            await publisher.publish(weights, 1, "abort")
-            assert set((await complete(engine)).versions) == {1}
-        await publisher.close()
-        await within(engine.stop())
+                assert set((await complete(engine)).versions) == {1}
+            await publisher.close()
 
 
 async def test_no_replica_uses_the_cache_of_one_before_it():
     async with serving("sglang") as (server, engine):
         await complete(engine)
-        after = make_engine(server.url, "sglang")
-        await within(after.start(), 20)
-        await complete(after)
-        await within(after.stop())
+        async with running(make_engine(server.url, "sglang")) as after:
+            await complete(after)
         keys = [body["extra_key"] for body in server.asked]
         assert len(set(keys)) == len(keys) == 2
 
@@ -353,11 +355,8 @@ async def test_filters_need_a_server_that_has_them():
     [({"raw": True}, "before temperature"), ({"vocab_size": 128}, "from 128 tokens, the model has 1000000000")],
 )
 async def test_log_probabilities_of_another_distribution_are_noticed_at_the_start(server, said):
-    async with up("sglang", **server) as running:
-        engine = make_engine(running.url, "sglang")
-        with pytest.raises(ConfigError, match=said):
-            await within(engine.start())  # the first one imports transformers
-        await within(engine.stop())
+    async with up("sglang", **server) as made:
+        await refuses_to_start(make_engine(made.url, "sglang"), ConfigError, said)
 
 
 # -- servers that are not what they were -------------------------------------------------------------------------------
@@ -414,12 +413,9 @@ async def test_a_server_that_has_restarted_serves_only_after_a_publish(kind, wei
 
 @pytest.mark.slow
 async def test_weights_that_another_run_has_changed_are_noticed(kind):
-    async with serving(kind) as (server, engine):
-        thief = make_engine(server.url, kind)
-        await within(thief.start(), 20)
+    async with serving(kind) as (server, engine), running(make_engine(server.url, kind)) as thief:
         assert "another user" in await ends(engine)
         assert thief.health().alive
-        await within(thief.stop())
 
 
 async def test_tokens_of_other_weights_end_the_engine_at_the_end_of_their_response(kind):
@@ -446,30 +442,24 @@ async def test_a_server_that_is_not_up_is_waited_for(kind):
         assert len((await complete(engine)).ids) == 24
         await within(engine.stop())
     late = make_engine(f"http://127.0.0.1:{port}", kind, wait_s=1.5)
-    with pytest.raises(GenerationError, match=r"wait_s=1\.5(?s:.)*not up"):
-        await within(late.start(), 20)
-    await within(late.stop())
+    await refuses_to_start(late, GenerationError, r"wait_s=1\.5(?s:.)*not up")
 
 
 async def test_what_a_replica_before_left_behind_is_ended_at_the_start(kind):
-    async with up(kind, script=FakeScript(tick_s=0.005)) as server:
-        before = make_engine(server.url, kind)
-        await within(before.start(), 20)
+    async with serving(kind, script=FakeScript(tick_s=0.005)) as (server, before):
         left = Client(before, make_request(max_tokens=400))
         await left.first_tokens()
         await within(before.pause("keep"))
-        after = make_engine(server.url, kind)
         known = len(server.calls)
-        await within(after.start(), 20)
-        begun = [path for path in server.calls[known:] if path not in ("/version", "/v1/models", server.samples_path)]
-        if kind == "sglang":
-            assert begun[:2] == ["/update_weight_version", "/continue_generation"], (
-                "what is set free has a label of its own"
-            )
-        assert server.engine.health().running == 0
-        assert len((await complete(after)).ids) == 24, "it is paused no longer"
-        await within(after.stop())
-        await within(before.stop())
+        async with running(make_engine(server.url, kind)) as after:
+            begun = [
+                path for path in server.calls[known:] if path not in ("/version", "/v1/models", server.samples_path)
+            ]
+            if kind == "sglang":
+                order = ["/update_weight_version", "/continue_generation"]
+                assert begun[:2] == order, "what is set free has a label of its own"
+            assert server.engine.health().running == 0
+            assert len((await complete(after)).ids) == 24, "it is paused no longer"
         left.task.cancel()
 
 
@@ -561,13 +551,11 @@ async def test_a_reload_that_vllm_does_wrong_on_a_cpu_is_refused_at_the_start(tm
             remote = RemoteEngineConfig(urls=[server.url], wait_s=10.0, **RELOAD)
             engine = RemoteEngine(model, remote, load_real_weights=True)
             if tied:
-                with pytest.raises(ConfigError, match="tied embeddings"):
-                    await within(engine.start())  # the first one imports transformers
-            else:
-                await within(engine.start())
+                await refuses_to_start(engine, ConfigError, "tied embeddings")
+                continue
+            async with running(engine):
                 with pytest.raises(GenerationError, match="the model has 128"):
                     await complete(engine, prompt=(128,))
-            await within(engine.stop(), 20)
 
 
 async def test_servers_that_can_be_replicas_pass(kind):
@@ -582,13 +570,11 @@ async def test_servers_that_can_be_replicas_pass(kind):
 async def test_the_key_reaches_the_server_and_no_log(kind, monkeypatch, caplog):
     settings = {} if kind == "vllm" else RELOAD
     monkeypatch.setenv("SERVER_KEY", "hush-hush")
-    async with up(kind, key="hush-hush") as running:
+    async with up(kind, key="hush-hush") as server:
         with caplog.at_level(logging.DEBUG):
             with pytest.raises(ConfigError, match=r"refuses the key(?s:.)*api_key_env"):
-                await check(running, **settings)
-            await check(running, api_key_env="SERVER_KEY", **settings)
-            engine = make_engine(running.url, kind, api_key_env="SERVER_KEY")
-            await within(engine.start())  # the first one imports transformers
-            assert len((await complete(engine)).ids) == 24
-            await within(engine.stop())
+                await check(server, **settings)
+            await check(server, api_key_env="SERVER_KEY", **settings)
+            async with running(make_engine(server.url, kind, api_key_env="SERVER_KEY")) as engine:
+                assert len((await complete(engine)).ids) == 24
         assert "hush-hush" not in caplog.text + repr(vars(engine))

@@ -474,7 +474,7 @@ async def test_a_replica_without_committed_weights_answers_503_and_says_why():
 
 
 async def test_a_request_has_a_deadline():
-    async with serving(timeout_s=0.2, tick_s=0.01) as served:
+    async with serving(timeout_s=0.6, tick_s=0.01) as served:
         response = await served.post("/v1/completions", {"prompt": "x", "max_tokens": 400, "ignore_eos": True})
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "deadline_exceeded"
@@ -503,7 +503,7 @@ async def test_a_client_that_leaves_ends_its_generation(stream):
                 await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: served.engines[0].health().running == 0, "it still generates")
         await until(lambda: served.metrics.in_flight == 0, "it still counts as in flight")
-        assert served.engines[0].health().generated_tokens < 700
+        assert served.engines[0].health().generated_tokens < 800
         assert served.metrics.disconnects == 1
         assert served.client.loads == {0: 0}
 

@@ -4,7 +4,6 @@ that the run takes, and what clients are told. `tests/e2e/test_serve_while_train
 import asyncio
 import json
 import os
-import time
 from contextlib import asynccontextmanager
 
 import httpx
@@ -50,11 +49,9 @@ class Beside:
         return openai.AsyncOpenAI(base_url=self.address + "/v1", api_key=key, **options)
 
     async def publish(self, mode):
-        """One publish to all replicas at once; returns how long the longest pause took, in seconds."""
+        """One publish to all replicas at once."""
         self.version += 1
-        began = time.monotonic()
         await asyncio.gather(*(publish(replica, self.version, self.version, mode) for replica in self.replicas))
-        return time.monotonic() - began
 
     async def fill(self, replica_id, count):
         """The run takes `count` places of a replica; returns what gives them back."""
@@ -118,7 +115,6 @@ async def test_over_publishes_every_token_has_its_version_and_no_publish_waits_f
             answers.append(await client.completions.create(model="policy", prompt="x", max_tokens=400, extra_body=body))
 
         asking = [asyncio.create_task(ask()) for _ in range(6)]  # two places a replica: some of them wait
-        slowest = 0.0
         for _ in range(5):
             tokens = sum(engine.health().generated_tokens for engine in run.engines)
             await until(
@@ -128,9 +124,8 @@ async def test_over_publishes_every_token_has_its_version_and_no_publish_waits_f
                 ),
                 "nothing is generated",
             )
-            slowest = max(slowest, await run.publish(mode))
+            await run.publish(mode)
         await asyncio.gather(*asking)
-        assert slowest < 5, "it waits for no answer of a client"
         crossed = 0
         for answer in answers:
             (choice,) = answer.choices
@@ -141,7 +136,7 @@ async def test_over_publishes_every_token_has_its_version_and_no_publish_waits_f
             assert len(written) == 400
             assert answer.weight_version == spans[-1]["version"]
             crossed += len(spans) > 1
-        assert crossed >= 4
+        assert crossed >= 4, "no publish waits for the answer of a client"
         external = [(await replica.stats()).external_tokens for replica in run.replicas]
         assert sum(external) >= 6 * 400
 
@@ -159,8 +154,7 @@ async def test_clients_wait_while_the_run_has_all_places_and_are_then_told_to_co
         stats = await run.server.stats()
         assert (stats.waiting, stats.refused) == (0, 1)
         waiting = asyncio.create_task(run.client(max_retries=5).completions.create(model="policy", prompt="x"))
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
+        await until(lambda: run.server._metrics.refused == 2, "it does not ask")
         await release()
         assert (await waiting).choices[0].text == "B" * 16, "OpenAI's client has come back by itself"
 
@@ -180,9 +174,8 @@ async def test_one_client_never_has_more_than_its_share(tmp_path):
 async def test_before_the_first_publish_a_request_waits_and_is_answered_by_it(tmp_path):
     async with beside(tmp_path, publish_first=False) as run:
         asking = run.asked()
-        await asyncio.sleep(0.2)
+        await until(lambda: run.server._metrics.waiting == 1, "it does not arrive")
         assert not asking.done()
-        assert (await run.server.stats()).waiting == 1
         await run.publish("abort")
         assert (await asking).weight_version == 1
 

@@ -369,7 +369,7 @@ async def test_messages_of_text_their_ends_and_refusals():
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 async def test_a_stream_that_fails_ends_with_an_error_event_and_its_client_raises(path):
-    async with serving(reply="a" * 200, tick_s=0.02, timeout_s=0.3, chunk_tokens=1, **LONG) as served:
+    async with serving(reply="a" * 200, tick_s=0.02, timeout_s=0.9, chunk_tokens=1, **LONG) as served:
         body = {"input": "x"} if path == "/v1/responses" else {"max_tokens": 200, "messages": ASK["messages"]}
         response = await served.post(path, {**body, "stream": True})
         assert response.status_code == 200
@@ -379,7 +379,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event_and_its_client_raise
 
 
 async def test_openais_client_hands_on_what_went_wrong_in_a_response_stream():
-    async with serving(reply="a" * 200, tick_s=0.02, timeout_s=0.3, chunk_tokens=1, **LONG) as served:
+    async with serving(reply="a" * 200, tick_s=0.02, timeout_s=0.9, chunk_tokens=1, **LONG) as served:
         events = [e async for e in await served.openai.responses.create(model="tiny", input="x", stream=True)]
         assert events[-1].type == "error"
         assert "fewer tokens" in events[-1].message

@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.types import ModelFacts
 from asyncrl_testing.engine_client import Client, complete, make_request, within
 from asyncrl_testing.random_model import write_random_qwen3
-from tests.engines import running, sglang_engine, started
+from tests.engines import assert_cannot_start, assert_dead, running, sglang_engine, started
 from tests.make import require_sglang
 from tests.processes import ROOT, assert_gone, killed
 from tests.waiting import wait_until
@@ -60,12 +60,7 @@ async def test_a_dead_scheduler_is_noticed_and_costs_no_token_that_had_arrived(m
         with pytest.raises(GenerationError, match="SGLang's process ended"):
             await within(client.task, 20.0)
         assert client.ids
-        health = engine.health()
-        assert (health.alive, health.running, health.waiting) == (False, 0, 0)
-        for call in (engine.resume(), engine.commit(1), engine.pause("keep"), complete(engine)):
-            with pytest.raises(GenerationError, match="SGLang's process ended"):
-                await within(call)
-        await within(engine.abort(None))
+        await assert_dead(engine, "SGLang's process ended")
     assert_gone(below, 10.0)
 
 
@@ -109,14 +104,7 @@ def test_nothing_outlives_an_owner_that_is_killed(model_path):
 
 
 async def test_an_engine_that_cannot_start_says_why(tmp_path):
-    model = tmp_path / "broken-model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    engine = make_engine(model)
-    with pytest.raises(GenerationError, match="SGLang"):
-        await started(engine)
-    assert not engine.health().alive
-    await within(engine.stop())
+    await assert_cannot_start(make_engine, tmp_path, "SGLang")
 
 
 def test_arguments_that_sglang_does_not_know_are_named_before_anything_starts(model_path):

@@ -8,7 +8,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from datetime import timedelta
 
@@ -58,12 +58,8 @@ class Queue:
 
     def __init__(self, groups):
         self._groups = {g.ordinal: g for g in groups}
-        self._delay_s = 0.0
         self._awaited = None
         self._fetches, self._foresees = 0, False
-
-    def delay(self, seconds):
-        self._delay_s = seconds
 
     def wait_for(self, path):
         """Fetches wait until there is such a file, at most two minutes."""
@@ -80,7 +76,6 @@ class Queue:
 
     def fetch(self, keys):
         self._fetches += 1
-        time.sleep(self._delay_s)
         if self._awaited is not None:
             wait_until(self._awaited.exists, within_s=120)
         missing = [ordinal for ordinal, _ in keys if ordinal not in self._groups]
@@ -180,31 +175,26 @@ async def test_steps_train_and_every_rank_computes_with_its_threads(pool, lease)
         assert next(iter(seen))[1:] == (2, 2)  # threads, ranks
 
 
-async def test_ping_answers_during_a_step(pool, lease, queue):
-    await told(queue.delay, 1.0)
-    step = asyncio.ensure_future(pool.train_step(lease.plans(num_plans=2)))
-    try:
-        await asyncio.sleep(0)
-        cpu_s = await pool.ping(5.0)
-        assert not step.done()
-        assert cpu_s > 1.0  # two processes that imported torch
-        await step
-    finally:
-        await told(queue.delay, 0.0)
-
-
-async def test_ranks_fetch_for_the_next_step_while_one_trains(pool, lease, queue, tmp_path):
-    plans, go = lease.plans(num_plans=2), tmp_path / "go"
-    await told(queue.wait_for, go)
-    await told(queue.foresee, True)
+@asynccontextmanager
+async def during_a_step(pool, queue, plans, place):
+    """A step that waits for its groups until the end."""
+    await told(queue.wait_for, place / "go")
     step = asyncio.ensure_future(pool.train_step(plans))
     try:
-        await asyncio.wait_for(pool.fetch_ahead(plans), 20)
-        assert not step.done(), "it waits for its own fetch"
+        yield
+        assert not step.done()
     finally:
-        go.touch()
+        (place / "go").touch()
         await step
         await told(queue.wait_for, None)
+
+
+async def test_ranks_answer_a_ping_and_fetch_for_the_next_step_while_one_trains(pool, lease, queue, tmp_path):
+    plans = lease.plans(num_plans=2)
+    await told(queue.foresee, True)
+    async with during_a_step(pool, queue, plans, tmp_path):
+        assert await pool.ping(20.0) > 1.0, "two processes that imported torch"
+        await asyncio.wait_for(pool.fetch_ahead(plans), 20)
     fetched = await told(queue.fetches)
     await pool.train_step(plans)
     assert await told(queue.fetches) == fetched, "both ranks held what their plans name"
@@ -326,14 +316,8 @@ async def test_a_snapshot_is_sent_while_a_step_trains(sending, lease, queue, tra
 
     await sending.snapshot_weights()
     first = await publish()
-    ray.get(queue.wait_for.remote(tmp_path / "go"))
-    step = asyncio.ensure_future(sending.train_step(lease.plans(num_plans=2)))
-    try:
+    async with during_a_step(sending, queue, lease.plans(num_plans=2), tmp_path):
         assert [await publish(), await publish()] == [first, first]
-        assert not step.done(), "the step waits for its groups"
-    finally:
-        (tmp_path / "go").touch()
-        await step
     assert await publish() == first, "the copy is not changed by the step"
     await sending.snapshot_weights()
     assert await publish() != first
@@ -343,10 +327,8 @@ async def test_a_publish_that_nobody_receives_fails_in_time_and_leaves_the_ranks
     specs = await pool.weight_specs(START_S)
     await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
     manifest = Manifest(2, 5, specs, plan_buckets(specs, BUCKET_BYTES))
-    started = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         await pool.send_weights(manifest, 1.0)
-    assert time.monotonic() - started < 5
     await pool.train_step(lease.plans(num_plans=2))
 
 
@@ -394,15 +376,14 @@ async def test_a_start_that_is_too_slow_is_named(queue, model_path):
         await TrainerPool.start(spec(model_path, num_ranks=1), queue, 0, 0.2)
 
 
-async def test_replies_are_bounded_and_typed(queue):
+async def test_replies_are_bounded_and_typed(queue, tmp_path):
     with pytest.raises(RunFailed, match="budget spent"):
         await told(queue.fail)
-    await told(queue.delay, 3.0)
-    started = time.monotonic()
+    await told(queue.wait_for, tmp_path / "go")
     with pytest.raises(DeadlineExceeded, match="fetch of message queue"):
         await reply(queue.fetch.remote([]), timeout_s=0.3, call="fetch", process=MESSAGE_QUEUE)
-    assert time.monotonic() - started < 2
-    await told(queue.delay, 0.0)
+    (tmp_path / "go").touch()
+    await told(queue.wait_for, None)
 
 
 async def test_a_step_that_is_late_names_the_rank_that_is_stopped(pool, lease):
@@ -428,35 +409,35 @@ def killed():
 
 @pytest.mark.slow
 async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, lease, queue, tmp_path, killed):
+    """The other rank still waits for its groups, and would for two minutes."""
     pids = pids_of(pool)
     killed += pids
     await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
     await pool.capture()
     await pool.save(tmp_path / "whole", START_S)
     await pool.capture()
-    await told(queue.delay, 0.5)
+    await told(queue.wait_for, tmp_path / "go")
     saving = asyncio.ensure_future(pool.save(blocked(tmp_path / "trainer", rank=1), START_S))
     step = asyncio.ensure_future(pool.train_step(lease.plans(num_plans=2)))
     await pool.ping(5.0)
     os.kill(pids[1], signal.SIGKILL)
-    started = time.monotonic()
     for call, waiting in (("train_step", step), ("save", saving)):
         with pytest.raises(ProcessDied, match=f"{call} of trainer rank 1") as raised:
             await waiting
         assert str(raised.value.process) == "trainer rank 1"
-    assert time.monotonic() - started < 10
+    (tmp_path / "go").touch()
+    await told(queue.wait_for, None)
     with pytest.raises(ProcessDied, match="trainer rank 1"):
         await pool.ping(5.0)
     os.kill(pids[0], signal.SIGKILL)  # so that its shared memory is left behind
     await pool.stop()
     await pool.stop()
-    await until(lambda: not is_alive(pids[0]), within_s=10)
+    await until(lambda: not is_alive(pids[0]))
 
 
 @pytest.mark.slow
 async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, lease, tmp_path, killed):
     """One pool for both: the start is what costs."""
-    await told(queue.delay, 0.0)
     pool = await TrainerPool.start(spec(model_path, collective_timeout_s=4), queue, 0, START_S)
     try:
         pids, plans = pids_of(pool), lease.plans(num_plans=2)
@@ -478,12 +459,10 @@ async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, leas
         with pytest.raises(DeadlineExceeded, match="ping of trainer rank 1"):
             await pool.ping(1.0)
     finally:
-        started = time.monotonic()
-        await pool.stop()
-        assert time.monotonic() - started < 10
+        await asyncio.wait_for(pool.stop(), 60)
     with pytest.raises((ProcessDied, RuntimeError)):
         await asyncio.wait_for(saving, 20)
-    await until(lambda: not any(map(is_alive, pids)), within_s=10)
+    await until(lambda: not any(map(is_alive, pids)))
 
 
 def test_ranks_may_come_later_than_a_collective_may_take():

@@ -25,6 +25,7 @@ from tests.forks import fork_server
 from tests.processes import ROOT, assert_gone
 from tests.unit.audit_model import edited, mutations, sealed
 
+MODEL = "runs/tiny-qwen3"
 COMMAND = [sys.executable, "-m", "asyncrl.commands.train"]
 SMALL = (
     "batch.groups_per_step=4",
@@ -176,6 +177,62 @@ def start(inputs, cluster, tmp_path):
     for directory in {run.directory for run in runs}:
         if (directory / "events.jsonl").exists() and (directory / "config.json").exists():
             assert not audit_run(directory).findings, "every run directory must be clean"
+
+
+class Server:
+    """One call of `asyncrl-serve`."""
+
+    def __init__(self, directory, *options):
+        self.output, self.file = directory / "serve.out", directory / "fleet.json"
+        files = "--discovery-file", str(self.file), "--log-file", str(directory / "log.txt")
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "asyncrl.commands.serve", MODEL, "--port", "0", *files, *options],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait_for(self, condition, what, timeout_s=180):
+        """What `condition` gives for the discovery file, once that is true."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self.file.exists() and condition(found := json.loads(self.file.read_text())):
+                return found
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, f"{what}: {self.output.read_text()}"
+            time.sleep(0.1)
+
+    def descendants(self):
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, number):
+        """Its exit code after the signal `number`, and the processes that are left of it."""
+        left = self.descendants()
+        self.process.send_signal(number)
+        code = self.process.wait(150)
+        _, alive = psutil.wait_procs(left, timeout=60)
+        return code, alive
+
+
+@pytest.fixture
+def serve(inputs, tmp_path):
+    servers = []
+
+    def start(*options):
+        servers.append(Server(tmp_path, *options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        if server.process.poll() is None:
+            children = server.descendants()
+            server.process.kill()
+            server.process.wait(60)
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
 
 
 def assert_audited(run: Run, *, max_lag: int, steps: int | None = None, code: int = 0, timeout_s: float = 380) -> None:

@@ -86,6 +86,6 @@ def always_right(response, row):
 
 
 def slow_reward(response, row):
-    """Takes its time, and has something to learn."""
-    time.sleep(0.2)
+    """Takes far longer than what it judges, also where that is slow, and has something to learn."""
+    time.sleep(0.5)
     return RewardResult(float(len(response) % 2))

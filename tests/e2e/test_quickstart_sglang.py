@@ -7,11 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
-import psutil
 import pytest
 
-from tests.e2e.conftest import assert_a_dead_engine_is_replaced, assert_sound
-from tests.e2e.test_serve import MODEL, Server
+from tests.e2e.conftest import MODEL, assert_a_dead_engine_is_replaced, assert_sound
 from tests.e2e.test_tool_use import assert_agents_ran, assert_calls_were_answered
 
 pytestmark = [
@@ -48,39 +46,31 @@ def test_agents_with_tools_learn_from_it_while_a_leased_replica_evaluates(tool_t
     assert begun == [e["version"] for e in run.events if e["event"] == "evaluation" and 0 < e["step"] < 3]
 
 
-@pytest.mark.usefixtures("inputs")
-def test_a_server_replaces_a_dead_scheduler_while_it_answers(tmp_path):
+def test_a_server_replaces_a_dead_scheduler_while_it_answers(serve):
     others = set(Path(tempfile.gettempdir()).glob("asyncrl-sglang-*"))
     settings = "sglang.max_model_len=512", "sglang.max_total_tokens=16384"
-    server = Server(tmp_path, "--engine", "sglang", "--replicas", "2", "--api-key", "secret", *settings)
-    try:
-        found = server.wait_for(lambda f: len(f["replicas"]) == 2, "no fleet", 300)
-        client = openai.OpenAI(base_url=found["address"] + "/v1", api_key="secret", max_retries=0, timeout=120)
+    server = serve("--engine", "sglang", "--replicas", "2", "--api-key", "secret", *settings)
+    found = server.wait_for(lambda f: len(f["replicas"]) == 2, "no fleet", 300)
+    client = openai.OpenAI(base_url=found["address"] + "/v1", api_key="secret", max_retries=0, timeout=120)
 
-        def ask(number):
-            text = [{"role": "user", "content": f"{number}+7="}]
-            answer = client.chat.completions.create(model=MODEL, messages=text, temperature=0, max_tokens=40)
-            return answer.choices[0].message.content
+    def ask(number):
+        text = [{"role": "user", "content": f"{number}+7="}]
+        answer = client.chat.completions.create(model=MODEL, messages=text, temperature=0, max_tokens=40)
+        return answer.choices[0].message.content
 
-        before = ask(12)
-        with ThreadPoolExecutor(4) as threads:
-            answers = [threads.submit(ask, 12) for _ in range(40)]
-            scheduler = next(p for p in server.descendants() if "sglang::scheduler" in p.name())
-            scheduler.kill()
-            assert {answer.result(180) for answer in answers} == {before}
-        pids = {replica["pid"] for replica in found["replicas"]}
+    before = ask(12)
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(ask, 12) for _ in range(40)]
+        scheduler = next(p for p in server.descendants() if "sglang::scheduler" in p.name())
+        scheduler.kill()
+        assert {answer.result(180) for answer in answers} == {before}
+    pids = {replica["pid"] for replica in found["replicas"]}
 
-        def replaced(fleet):
-            return len(fleet["replicas"]) == 2 and {replica["pid"] for replica in fleet["replicas"]} != pids
+    def replaced(fleet):
+        return len(fleet["replicas"]) == 2 and {replica["pid"] for replica in fleet["replicas"]} != pids
 
-        server.wait_for(replaced, "the dead replica was not replaced", 300)
-        code, alive = server.end(signal.SIGTERM)
-        assert not alive
-        assert code in (0, 143)
-        assert set(Path(tempfile.gettempdir()).glob("asyncrl-sglang-*")) <= others
-    finally:
-        for process in server.descendants() if server.process.poll() is None else []:
-            process.kill()
-        if server.process.poll() is None:
-            server.process.kill()
-            psutil.wait_procs([psutil.Process(server.process.pid)], timeout=10)
+    server.wait_for(replaced, "the dead replica was not replaced", 300)
+    code, alive = server.end(signal.SIGTERM)
+    assert not alive
+    assert code in (0, 143)
+    assert set(Path(tempfile.gettempdir()).glob("asyncrl-sglang-*")) <= others

@@ -1,6 +1,7 @@
 """What the real system mends by itself, and how it ends when it cannot: every row of docs/operations.md."""
 
 import json
+import re
 import signal
 
 import psutil
@@ -21,6 +22,7 @@ from tests.e2e.conftest import (
 )
 from tests.e2e.conftest import SMALL as SMALL_RUN
 from tests.e2e.faulty import ESCAPES
+from tests.e2e.test_sick_runs import sicknesses
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -141,6 +143,8 @@ def test_a_replica_that_was_stopped_rejoins_as_it_is(start, cluster, monkeypatch
         run.wait_for_event("replica_suspended")
         reached = run.metrics[-1]["step"]
         run.wait_for_step(reached + 2)
+        titles, _ = sicknesses(run)  # while it goes on
+        assert any(re.fullmatch(r"Replica \d is fenced off", title) for title in titles)
     finally:
         stopped.resume()
     run.wait_for_event("replica_rejoined")

@@ -1,13 +1,9 @@
 """The real `asyncrl-serve`: Ray, two replicas of the tiny model, OpenAI's client, a kill -9, a signal."""
 
-import contextlib
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -16,64 +12,8 @@ import psutil
 import pytest
 
 from asyncrl.commands import serve as serve_command
-from tests.e2e.conftest import ROOT
+from tests.e2e.conftest import MODEL, ROOT
 from tests.waiting import wait_until
-
-MODEL = "runs/tiny-qwen3"
-
-
-class Server:
-    def __init__(self, directory, *options):
-        self.output, self.file = directory / "serve.out", directory / "fleet.json"
-        files = "--discovery-file", str(self.file), "--log-file", str(directory / "log.txt")
-        with self.output.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.commands.serve", MODEL, "--port", "0", *files, *options],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    def wait_for(self, condition, what, timeout_s=180):
-        """What `condition` gives for the discovery file, once that is true."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            if self.file.exists() and condition(found := json.loads(self.file.read_text())):
-                return found
-            assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, f"{what}: {self.output.read_text()}"
-            time.sleep(0.1)
-
-    def descendants(self):
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def end(self, number):
-        """Its exit code after the signal `number`, and the processes that are left of it."""
-        left = self.descendants()
-        self.process.send_signal(number)
-        code = self.process.wait(150)
-        _, alive = psutil.wait_procs(left, timeout=60)
-        return code, alive
-
-
-@pytest.fixture
-def serve(inputs, tmp_path):
-    servers = []
-
-    def start(*options):
-        servers.append(Server(tmp_path, *options))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        if server.process.poll() is None:
-            children = server.descendants()
-            server.process.kill()
-            server.process.wait(60)
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
 
 
 def test_a_fleet_serves_survives_a_kill_and_ends_with_a_signal(serve):
@@ -156,19 +96,13 @@ def test_under_load_the_only_replica_is_killed_and_no_request_fails(serve):
             text += chunk.choices[0].text
         return text
 
-    def alone(seed):
-        answer = client.completions.create(
-            model=MODEL, prompt="1+1=", max_tokens=300, seed=seed, extra_body={"ignore_eos": True}
-        )
-        return answer.choices[0].text
-
     with ThreadPoolExecutor(8) as threads:
         running = [threads.submit(ask, seed) for seed in range(4)]
         wait_until(lambda: len(set(began)) >= 4, within_s=180)
         os.kill(found["replicas"][0]["pid"], signal.SIGKILL)
         later = [threads.submit(ask, seed) for seed in range(4, 8)]
         texts = [future.result(120) for future in (*running, *later)]
-    assert texts == [alone(seed) for seed in range(8)], "the same tokens as without a kill"
+    assert texts == [ask(seed) for seed in range(8)], "the same tokens as without a kill"
 
 
 @pytest.mark.slow

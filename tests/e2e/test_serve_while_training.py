@@ -12,12 +12,11 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.conftest import SMALL, finish
+from tests.e2e.conftest import MODEL, SMALL, finish
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-MODEL = "runs/tiny-qwen3"
 PUBLISH_TIMEOUT_S = 60
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 
-import psutil
 import pytest
 
 from asyncrl.commands.report import main
@@ -12,8 +11,6 @@ from tests.e2e.conftest import SMALL
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NO_CHECKPOINTS = "checkpoint.every_steps=0"
-OLD = "staleness.max_lag=4", "staleness.pacing=eager"
-"""Tokens get as old as the limit allows."""
 
 
 def sicknesses(run):
@@ -36,53 +33,18 @@ def finished(run):
 
 def test_a_slow_reward(start):
     slow = "reward.function=tests.e2e.faulty:slow_reward", "reward.workers=1"
-    titles, helps = finished(start(*SMALL, NO_CHECKPOINTS, *slow, "run.max_steps=8"))
+    titles, helps = finished(start(*SMALL, NO_CHECKPOINTS, *slow, "run.max_steps=5"))
     assert "Slow environment or reward" in titles
     assert "Starved trainer" not in titles
     assert "a faster environment or reward" in helps
 
 
-def test_a_starved_trainer(start):
-    one_slot = "rollout.num_replicas=1", "rollout.torch.num_slots=1", "rollout.torch.chunk_tokens=1"
-    never_overdue = "staleness.max_lag=8"
-    titles, helps = finished(start(*SMALL, NO_CHECKPOINTS, *one_slot, never_overdue, "run.max_steps=8"))
-    assert "Starved trainer" in titles
-    assert "more replicas" in helps
-
-
-def test_overdue_stragglers(start):
-    late = "rollout.environment=tests.e2e.faulty:Straggles", "staleness.max_lag=1"
-    titles, _ = finished(start(*SMALL, NO_CHECKPOINTS, *late, "run.max_steps=8"))
-    assert "Overdue stragglers" in titles
-
-
-def test_a_fenced_replica(start):
-    patient = "recovery.rejoin_timeout_s=200", "weights.transfer_timeout_s=5", "ray.health_timeout_s=5"
-    run = start(*SMALL, *patient, "rollout.num_replicas=2", "run.max_steps=2000", joined=False)
-    run.wait_for_step(2)
-    stopped = psutil.Process(run.actor_pids("Replica")[0])
-    stopped.suspend()
-    try:
-        run.wait_for_event("replica_suspended")
-        run.wait_for_step(run.metrics[-1]["step"] + 3)
-        titles, _ = sicknesses(run)  # while it goes on
-    finally:
-        stopped.resume()
-    assert any(re.fullmatch(r"Replica \d is fenced off", title) for title in titles)
-
-
-def test_a_collapsed_ratio(start):
-    """A learning rate that is far too high, with weight decay, which moves the weights whatever the rewards are. It
-    ends before there is nothing left to decay: two versions of a uniform policy agree."""
-    wild = "trainer.lr=0.04", "trainer.weight_decay=5", "trainer.warmup_steps=0", *OLD
-    titles, _ = finished(start(*SMALL, NO_CHECKPOINTS, *wild, "run.max_steps=6"))
-    assert "Collapsed importance ratio" in titles
-
-
 def test_a_run_that_the_guard_stops(start):
-    """The same learning rate: the guard lowers the limit on the lag, that does not help, and the run ends with a
-    checkpoint. It goes on from there with a sane rate, and with the limit that it had."""
-    wild = "trainer.lr=0.04", "trainer.weight_decay=5", "trainer.warmup_steps=0", *OLD
+    """A learning rate that is far too high, with weight decay, which moves the weights whatever the rewards are, and
+    tokens as old as the limit on the lag allows. The guard lowers that limit, which does not help, and the run ends
+    with a checkpoint. It goes on from there with a sane rate, and with the limit that it had."""
+    old = "staleness.max_lag=4", "staleness.pacing=eager"
+    wild = "trainer.lr=0.04", "trainer.weight_decay=5", "trainer.warmup_steps=0", *old
     hasty = "staleness.guard_rules.trip_steps=1", "staleness.guard_rules.stop_steps=1"
     run = start(*SMALL, NO_CHECKPOINTS, *wild, "staleness.guard=act", *hasty, "run.max_steps=40")
     assert run.wait() == 3, run.log

@@ -1,4 +1,4 @@
-"""A process group of one rank, which FSDP needs, and a thread of its own for an engine beside other processes."""
+"""A process group of one rank, which FSDP needs."""
 
 import datetime
 
@@ -15,12 +15,3 @@ def process_group():
     )
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Threads that spin on shared cores are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -71,6 +71,12 @@ def draw(seed: int, sizes: tuple[int, ...] = (1, 7, 30, 12, 1, 25, 40), spread: 
     )
 
 
+def clipped_surrogate(t: Tokens, logprobs: np.ndarray, low: float = 0.2, high: float = 0.28) -> np.ndarray:
+    """PPO eq. 7, negated: -min(r A, clip(r, 1 - low, 1 + high) A) of every token, masked or not."""
+    r = np.exp(logprobs - t.old_logprobs)
+    return -np.minimum(r * t.advantages, r.clip(1 - low, 1 + high) * t.advantages)
+
+
 def slopes(value, point: np.ndarray, step: float = 1e-6) -> np.ndarray:
     """The gradient of the scalar function `value` at `point` [n], by central differences."""
     found = np.zeros_like(point)

@@ -46,6 +46,14 @@ def trajectory_of(client, name):
     return Trajectory(client.request.prompt_ids, ids, logprobs, np.ones(n, bool), segments, 0.0, extra=extra).validate()
 
 
+def single_logprobs(model, trajectory, temperature=1.0):
+    """[T] float64, by a forward pass of one sequence."""
+    ids = torch.from_numpy(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64))
+    logp = (model(input_ids=ids[None]).logits[0].double() / temperature).log_softmax(-1)
+    at = torch.arange(len(trajectory.prompt_ids), len(ids))
+    return logp[at - 1, ids[at]]
+
+
 def reference_step(model, lease, logprobs_of):
     """Loss and norm of the gradient of the whole lease, sequence by sequence, by the formula of the default loss."""
     total = sum(t.num_trained_tokens for t in lease.trajectories.values())

@@ -12,12 +12,12 @@ from asyncrl.algorithms import build_advantage, build_correction, build_loss, bu
 from asyncrl.algorithms.loss import FittedCorrection, LossInputs
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig
 from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
-from asyncrl.config.load import load_recipe, presets
+from asyncrl.config.load import presets
 from asyncrl.trainer.backends import BACKENDS
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
-from tests.numerics.losses import Tokens, draw, slopes
-from tests.processes import QUICKSTART
+from tests.make import quickstart
+from tests.numerics.losses import Tokens, clipped_surrogate, draw, slopes
 
 WEIGHING = [name for name, spec in CORRECTIONS.items() if spec.weighs]
 BOUNDS = {"icepop": (0.5, 1.8), "geometric_rejection": (0.8, 1.2), "off_policy_mask": (0.0, 0.1)}
@@ -73,10 +73,8 @@ def test_the_composition_is_its_formula():
     assert 0 < (weight == 0).sum() < len(weight)
 
     def paper(logprobs):
-        r = np.exp(logprobs - t.old_logprobs)
-        loss = -np.minimum(r * t.advantages, r.clip(0.8, 1.28) * t.advantages)
         kl = (logprobs - t.reference) ** 2 / 2
-        return (t.weights * (weight * loss + 0.3 * kl - 0.05 * t.entropy))[t.mask].sum()
+        return (t.weights * (weight * clipped_surrogate(t, logprobs) + 0.3 * kl - 0.05 * t.entropy))[t.mask].sum()
 
     total, slope, entropy, _ = gradients(build_objective(config), t)
     assert total == pytest.approx(paper(t.logprobs), rel=1e-12)
@@ -181,9 +179,7 @@ def test_neither_ranks_nor_micro_batches_nor_group_order_matter(aggregation, los
     total, slopes_of = plan_total(config, list(range(6)), one)
     assert total != 0
     for ranks, budget, groups in ((1, 17, range(6)), (3, 40, (5, 4, 3, 2, 1, 0)), (2, 10_000, (2, 0, 5, 1, 4, 3))):
-        rules = PackingRules(
-            num_plans=ranks, max_tokens_per_microbatch=budget, aggregation=aggregation, fixed_tokens=16
-        )
+        rules = replace(one, num_plans=ranks, max_tokens_per_microbatch=budget)
         found, slopes_found = plan_total(config, list(groups), rules)
         assert found == pytest.approx(total, rel=1e-12)
         assert slopes_found.keys() == slopes_of.keys()
@@ -233,7 +229,7 @@ def test_a_dropped_token_keeps_its_share_and_its_regulariser():
 @pytest.mark.parametrize("preset", presets())
 def test_every_preset_composes_an_objective(preset):
     overrides = [f"algorithm.preset={preset}", "algorithm.clip_low=0.9", "algorithm.clip_high=9"]  # not all is clipped
-    config = load_recipe(QUICKSTART, overrides).algorithm
+    config = quickstart(*overrides).algorithm
     objective = build_objective(config)
     assert objective.loss == build_loss(config)
     assert [name for name, _ in objective.corrections] == [c.name for c in config.corrections]

@@ -19,7 +19,7 @@ from asyncrl.trainer.backends import open_training_state, require_written_by, wr
 from asyncrl.trainer.training_state import MOMENTS, WEIGHT
 from asyncrl_testing.backend_suite import random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
-from tests.backends import fsdp_backend, megatron_backend
+from tests.backends import fsdp_backend, megatron_backend, save
 from tests.contract.test_export import write_tokenizer
 from tests.make import needs_megatron
 from tests.numerics.test_fsdp_ranks import assert_close_metrics
@@ -43,12 +43,6 @@ def make_fsdp(path, **algorithm):
 def step(backend, number, layout=None, rank=0):
     lease, (plans, own) = LEASES[number], (layout.num_plans, layout.plan_of(rank)) if layout else (1, 0)
     return asdict(backend.train_step(lease.plans(plans, BUDGET)[own], lease.trajectories))
-
-
-def save(backend, directory):
-    backend.capture()
-    backend.save(directory)
-    return directory
 
 
 def rank_main(root, rank, world_size, models):

@@ -10,7 +10,7 @@ from asyncrl.algorithms import build_advantage, build_objective
 from asyncrl.algorithms.loss import MAX_LOG_RATIO, LossInputs
 from asyncrl.config.algorithm import AlgorithmConfig, DistillationConfig
 from asyncrl.types.metrics import Metric
-from tests.numerics.losses import draw
+from tests.numerics.losses import clipped_surrogate, draw
 
 VOCABULARY = 30
 UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e6}
@@ -57,9 +57,7 @@ def test_what_rewards_give_is_added_and_masked_tokens_hold_anything():
     teacher[~torch.tensor(t.mask)] = torch.nan
     inputs = replace(t.torch(), reference_logprobs=None, teacher_logprobs=teacher)
     total, _ = build_objective(AlgorithmConfig(distillation=DistillationConfig(coefficient=0.3)))(inputs)
-    advantages = t.advantages - 0.3 * (t.logprobs - t.reference)
-    r = np.exp(t.logprobs - t.old_logprobs)
-    loss = -np.minimum(r * advantages, r.clip(0.8, 1.28) * advantages)
+    loss = clipped_surrogate(t.with_(advantages=t.advantages - 0.3 * (t.logprobs - t.reference)), t.logprobs)
     assert total.item() == pytest.approx((t.weights * loss)[t.mask].sum())
     total.backward()
     assert inputs.logprobs.grad is not None

@@ -16,7 +16,7 @@ from asyncrl.algorithms.m2po import M2po
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from asyncrl.config.algorithm_parts import CORRECTIONS
 from asyncrl.errors import ConfigError
-from tests.numerics.losses import draw, slopes
+from tests.numerics.losses import clipped_surrogate, draw, slopes
 
 WEIGHING = [name for name, spec in CORRECTIONS.items() if spec.weighs]
 
@@ -193,9 +193,7 @@ def test_the_objective_with_both_is_its_formula():
     assert 0 < kept.sum() < t.mask.sum()
 
     def paper(logprobs):
-        r = np.exp(logprobs - t.old_logprobs)
-        loss = -np.minimum(r * t.advantages, r.clip(0.8, 1.28) * t.advantages)
-        return (t.weights * weight * kept * loss)[t.mask].sum()
+        return (t.weights * weight * kept * clipped_surrogate(t, logprobs))[t.mask].sum()
 
     assert total.item() == pytest.approx(paper(t.logprobs), rel=1e-6)
     np.testing.assert_allclose(inputs.logprobs.grad.numpy(), slopes(paper, t.logprobs), atol=1e-6)

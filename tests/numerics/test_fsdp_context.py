@@ -16,6 +16,7 @@ from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3_moe
 from asyncrl_testing.rank_processes import run_ranks
+from tests.backends import save
 from tests.numerics import one_rank
 from tests.numerics.test_fsdp_ranks import FITTED, PPO, assert_close_metrics, assert_close_weights, build
 
@@ -119,8 +120,7 @@ def findings(root, name, rank, world_size):
     found["weights"] = weights_of(backend)
     found["longest"] = seen[0]
     if name == SAVED.get(world_size):
-        backend.capture()
-        backend.save(root / f"saved{world_size}")
+        save(backend, root / f"saved{world_size}")
         resumed = build(root / model, rank, world_size, **settings)
         resumed.load(root / f"saved{world_size}")
         found["last"] = train(resumed, LEASES[2:], plan, num_plans)

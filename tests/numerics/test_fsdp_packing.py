@@ -34,7 +34,7 @@ from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 from asyncrl.weights.experts import unfused
 from asyncrl_testing.backend_suite import random_lease, weights_of
 from tests.numerics import one_rank
-from tests.numerics.one_rank import CPU
+from tests.numerics.one_rank import CPU, single_logprobs
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -67,14 +67,6 @@ def model_paths(tmp_path_factory):
 
 
 build = partial(one_rank.build, max_grad_norm=0)
-
-
-def single_logprobs(model, trajectory, temperature=1.0):
-    """[T], by a forward pass of one sequence."""
-    ids = torch.from_numpy(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64))
-    logp = (model(input_ids=ids[None]).logits[0].double() / temperature).log_softmax(-1)
-    at = torch.arange(len(trajectory.prompt_ids), len(ids))
-    return logp[at - 1, ids[at]]
 
 
 @pytest.mark.parametrize("name", MODELS)

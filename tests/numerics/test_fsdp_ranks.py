@@ -16,10 +16,10 @@ from asyncrl.trainer.fsdp.model import load_model, shard
 from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import RankPlan
-from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
+from asyncrl_testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3_moe
 from asyncrl_testing.rank_processes import run_ranks
-from tests.backends import fsdp_backend, trainer_spec
+from tests.backends import fsdp_backend, save, trainer_spec
 from tests.numerics.one_rank import SIZES
 
 RANKS = 2
@@ -54,8 +54,27 @@ def build(path, rank, world_size, fsdp=None, algorithm=None, lora=None):
     return fsdp_backend(spec, rank, world_size)
 
 
-def step(backend, lease, rank, world_size, budget=48):
-    return asdict(backend.train_step(lease.plans(world_size, budget)[rank], lease.trajectories))
+def step(backend, lease, rank, world_size):
+    return asdict(backend.train_step(lease.plans(world_size, 48)[rank], lease.trajectories))
+
+
+def saved_between(backend, plan_of, leases, directory):
+    """What is found before, in and after two steps, and in one more after a checkpoint. `plan_of`: a lease's plan."""
+    logprobs = backend.logprobs(plan_of(leases[0]), leases[0].trajectories)
+    found = {"logprobs": {key: value.numpy() for key, value in logprobs.items()}}
+    found["specs"] = [(s.name, s.shape) for s in backend.weight_specs()]
+    found["steps"] = [asdict(backend.train_step(plan_of(lease), lease.trajectories)) for lease in leases[:2]]
+    found["weights"] = weights_of(backend)
+    save(backend, directory)
+    found["last"] = asdict(backend.train_step(plan_of(leases[2]), leases[2].trajectories))
+    found["last_weights"] = weights_of(backend)
+    return found
+
+
+def resumed_from(directory, path, rank, world_size):
+    backend = build(path, rank, world_size)
+    backend.load(directory)
+    return {"resumed": step(backend, LEASES[2], rank, world_size), "resumed_weights": weights_of(backend)}
 
 
 def features(path, rank, world_size, directory=None):
@@ -65,16 +84,13 @@ def features(path, rank, world_size, directory=None):
     plans = [plan_step(lease.manifest, lease.advantages, rules)[rank] for lease in LEASES]
     ppo = build(path, rank, world_size, algorithm=PPO)
     found = {"kl": ppo.reference_kl(plans[0], LEASES[0].trajectories)}
-    found["ppo"] = [asdict(ppo.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
-    found["ppo_weights"] = weights_of(ppo)
     lora = build(path, rank, world_size, algorithm=AlgorithmConfig(kl=KlConfig(coefficient=0.1)), lora=LORA)
     found["lora_start"] = weights_of(lora)
     lora.load(directory)
-    found["lora"] = [asdict(lora.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
-    found["lora_weights"] = weights_of(lora)
     mixture = build(path.parent / "mixture", rank, world_size, algorithm=FITTED)
-    found["mixture"] = [asdict(mixture.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
-    found["mixture_weights"] = weights_of(mixture)
+    for name, backend in (("ppo", ppo), ("lora", lora), ("mixture", mixture)):
+        found[name] = [asdict(backend.train_step(plans[i], LEASES[i].trajectories)) for i in range(2)]
+        found[f"{name}_weights"] = weights_of(backend)
     return found
 
 
@@ -90,22 +106,9 @@ def memory_of_a_model(path) -> tuple[int, int]:
 
 def rank_main(_directory, rank, world_size, root):
     """What one of the two ranks does and finds; models and checkpoints are below `root`."""
-    found = {}
     backend = build(root / "model", rank, RANKS)
-    logprobs = backend.logprobs(LEASES[0].plans(RANKS, 48)[rank], LEASES[0].trajectories)
-    found["logprobs"] = {key: value.numpy() for key, value in logprobs.items()}
-    found["steps"] = [step(backend, lease, rank, RANKS) for lease in LEASES[:2]]
-    found["weights"] = weights_of(backend)
-    found["specs"] = [(s.name, s.shape) for s in backend.weight_specs()]
-    backend.capture()
-    backend.save(root / "two")
-    found["last"] = step(backend, LEASES[2], rank, RANKS)
-    found["last_weights"] = weights_of(backend)
-
-    resumed = build(root / "model", rank, RANKS)
-    resumed.load(root / "one")
-    found["resumed"] = step(resumed, LEASES[2], rank, RANKS)
-    found["resumed_weights"] = weights_of(resumed)
+    found = saved_between(backend, lambda lease: lease.plans(RANKS, 48)[rank], LEASES, root / "two")
+    found |= resumed_from(root / "one", root / "model", rank, RANKS)
 
     # everything on rank 0, nothing but empty micro-batches on rank 1
     (plan,) = LEASES[0].plans(1, 48)
@@ -145,27 +148,15 @@ def outcome(tmp_path_factory, process_group):
     config.vocab_size = LARGE_VOCAB
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "large")
     one = build(root / "model", 0, 1)
-    logprobs = one.logprobs(LEASES[0].plans(1, 48)[0], LEASES[0].trajectories)
-    reference = {"logprobs": {k: v.numpy() for k, v in logprobs.items()}}
-    reference["steps"] = [step(one, lease, 0, 1) for lease in LEASES[:2]]
-    reference["weights"] = weights_of(one)
-    one.capture()
-    one.save(root / "one")
-    reference["last"] = step(one, LEASES[2], 0, 1)
-    reference["last_weights"] = weights_of(one)
+    reference = saved_between(one, lambda lease: lease.plans(1, 48)[0], LEASES, root / "one")
     first = build(root / "model", 0, 1)
     reference["first"] = step(first, LEASES[0], 0, 1)
     reference["first_weights"] = weights_of(first)
     start = build(root / "model", 0, 1, lora=LORA)
-    start.capture()
-    start.save(root / "lora")
+    save(start, root / "lora")
     reference["features"] = features(root / "model", 0, 1, root / "lora")
     found = run_ranks(rank_main, root / "found", RANKS, root, preload=[__name__], deadline_s=DEADLINE_S)
-    resumed = build(root / "model", 0, 1)
-    resumed.load(root / "two")
-    reference["resumed"] = step(resumed, LEASES[2], 0, 1)
-    reference["resumed_weights"] = weights_of(resumed)
-    return reference, found
+    return reference | resumed_from(root / "two", root / "model", 0, 1), found
 
 
 def assert_close_metrics(a, b, rel=1e-5, floor=1e-6):
@@ -195,8 +186,7 @@ def test_metrics_are_those_of_one_rank_and_the_same_on_both(outcome):
 def test_weights_are_those_of_one_rank(outcome):
     one, two = outcome
     assert_close_weights(one["weights"], two[0]["weights"])
-    for name, weight in two[0]["weights"].items():
-        assert np.array_equal(weight, two[1]["weights"][name]), name
+    assert_same_weights(two[0]["weights"], two[1]["weights"])
     assert two[0]["specs"] == [(name, w.shape) for name, w in two[0]["weights"].items()]
     assert two[0]["specs"] == two[1]["specs"]
 
@@ -241,35 +231,29 @@ def test_a_rank_with_empty_microbatches_takes_part(outcome):
     assert_close_weights(one["first_weights"], two[0]["lopsided_weights"])
 
 
-def test_ppo_with_critic_and_reference_is_that_of_one_rank(outcome):
-    one, two = (found["features"] for found in (outcome[0], outcome[1][0]))
-    assert two["ppo"] == outcome[1][1]["features"]["ppo"]
-    for a, b in zip(one["ppo"], two["ppo"], strict=True):
-        assert_close_metrics(a, b, rel=1e-3)
-        assert dict(a["means"]).keys() >= {"critic/loss", "critic/explained_variance", "train/kl_reference"}
-    assert_close_weights(one["ppo_weights"], two["ppo_weights"], tolerance=1e-4)
-    both = two["kl"] | outcome[1][1]["features"]["kl"]
-    assert both == pytest.approx(one["kl"], abs=1e-4)
-
-
-def test_what_is_found_over_a_whole_update_is_that_of_one_rank(outcome):
-    """M2PO's cut, the mean of importance weights, the load of a mixture's experts."""
-    one, two = (found["features"] for found in (outcome[0], outcome[1][0]))
-    assert two["mixture"] == outcome[1][1]["features"]["mixture"]
-    for a, b in zip(one["mixture"], two["mixture"], strict=True):
-        assert_close_metrics(a, b, rel=1e-3)
-        means = dict(a["means"])
-        assert 0.1 < means["train/touched_fraction/m2po"] < 0.9
-        assert means["train/router_balance"] > 2.01
-    assert_close_weights(one["mixture_weights"], two["mixture_weights"], tolerance=1e-4)
-
-
-def test_adapters_are_those_of_one_rank(outcome):
-    one, two = (found["features"] for found in (outcome[0], outcome[1][0]))
-    for a, b in zip(one["lora"], two["lora"], strict=True):
+@pytest.mark.parametrize("feature", ["ppo", "lora", "mixture"])
+def test_every_feature_is_that_of_one_rank(outcome, feature):
+    one, *two = (found["features"] for found in (outcome[0], *outcome[1]))
+    assert two[0][feature] == two[1][feature]
+    for a, b in zip(one[feature], two[0][feature], strict=True):
         assert a["grad_norm"] > 0
         assert_close_metrics(a, b, rel=1e-3)
-    assert_close_weights(one["lora_weights"], two["lora_weights"], tolerance=1e-4)
+    assert_close_weights(one[f"{feature}_weights"], two[0][f"{feature}_weights"], tolerance=1e-4)
+
+
+def test_ppo_has_a_critic_and_the_divergence_from_the_reference_of_one_rank(outcome):
+    one, *two = (found["features"] for found in (outcome[0], *outcome[1]))
+    for metrics in one["ppo"]:
+        assert dict(metrics["means"]).keys() >= {"critic/loss", "critic/explained_variance", "train/kl_reference"}
+    assert two[0]["kl"] | two[1]["kl"] == pytest.approx(one["kl"], abs=1e-4)
+
+
+def test_what_is_found_over_a_whole_update_is_measured(outcome):
+    """M2PO's cut, the mean of importance weights, the load of a mixture's experts."""
+    for metrics in outcome[0]["features"]["mixture"]:
+        means = dict(metrics["means"])
+        assert 0.1 < means["train/touched_fraction/m2po"] < 0.9
+        assert means["train/router_balance"] > 2.01
 
 
 def test_a_nan_on_one_rank_stops_both(outcome):

@@ -13,10 +13,6 @@ from asyncrl.errors import ConfigError
 from tests.numerics.losses import draw, slopes
 
 
-def clip(r, low, high):
-    return np.minimum(np.maximum(r, 1 - low), 1 + high)
-
-
 def sequence_ratios(t, logprobs):
     """GSPO eq. 7: exp of the mean log ratio over the trained tokens, one per trajectory."""
     ratios = []
@@ -29,12 +25,12 @@ def sequence_ratios(t, logprobs):
 def gspo(t, logprobs, low, high):
     """GSPO-token, eq. 13 and 14; what stands under sg is taken at `t.logprobs`."""
     ratio = sequence_ratios(t, t.logprobs)[t.sequences] * np.exp(logprobs - t.logprobs)
-    return np.where(t.mask, -np.minimum(ratio * t.advantages, clip(ratio, low, high) * t.advantages), 0)
+    return np.where(t.mask, -np.minimum(ratio * t.advantages, ratio.clip(1 - low, 1 + high) * t.advantages), 0)
 
 
 def cispo(t, logprobs, low, high):
     """MiniMax-M1 eq. 4 and 5; the weight stands under sg."""
-    weight = clip(np.exp(t.logprobs - t.old_logprobs), low, high)
+    weight = np.exp(t.logprobs - t.old_logprobs).clip(1 - low, 1 + high)
     return np.where(t.mask, -weight * t.advantages * logprobs, 0)
 
 
@@ -97,7 +93,7 @@ def test_gspo_summed_over_a_trajectory_has_the_gradient_of_the_sequence_form():
 
     def sequence_form(logprobs):
         s = sequence_ratios(t, logprobs)
-        return -np.minimum(s * advantages, clip(s, low, high) * advantages).sum()
+        return -np.minimum(s * advantages, s.clip(1 - low, 1 + high) * advantages).sum()
 
     sizes = np.array([t.mask[tokens].sum() for tokens in t.trajectories()])
     s = sequence_ratios(t, t.logprobs)

@@ -17,7 +17,7 @@ from asyncrl.types import RankPlan
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, with_experts, write_model
 from asyncrl_testing.random_model import random_qwen3_moe
 from asyncrl_testing.rank_processes import run_ranks
-from tests.backends import fsdp_backend, megatron_backend, rank_spec
+from tests.backends import fsdp_backend, megatron_backend, rank_spec, save
 from tests.make import needs_megatron
 from tests.numerics import test_fsdp_ranks
 from tests.numerics.test_fsdp_ranks import PPO
@@ -94,8 +94,7 @@ def offloaded(make, plans, root):
             for part in update._parts():
                 part.optimizer.register_step_pre_hook(lambda *_, u=update, seen=seen: seen.append(places(u)))
             found[key] = {"steps": [train(backend, plans, number) for number in range(2)]}
-            backend.capture()
-            backend.save(root / key)
+            save(backend, root / key)
             found[key]["moved"] = [[a != b for a, b in zip(rests, there, strict=True)] for there in seen]
             found[key]["returned"] = places(update) == rests
             train(backend, plans, 2)
@@ -138,8 +137,7 @@ def rank_main(root, rank, world_size, models):
             resumed.load(former)
             found[name]["resumed"] = train(resumed, plans, 2)
         former = root / f"{name}-trainer"
-        ppo.capture()
-        ppo.save(former)
+        save(ppo, former)
         found[name]["last"] = train(ppo, plans, 2)
         # a NaN in one plan must stop all ranks; an idle plan must not
         spoilt = {k: replace(t, logprobs=np.full_like(t.logprobs, np.nan)) for k, t in LEASES[0].trajectories.items()}

@@ -5,6 +5,7 @@ optimizer steps, export, save, and resume; all of it is compared.
 """
 
 from dataclasses import asdict
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ import torch
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.trainer import MegatronConfig
 from asyncrl.trainer.backends import open_checkpoint
-from asyncrl_testing.backend_suite import random_lease, weights_of
+from asyncrl_testing.backend_suite import assert_same_weights, random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
 from tests.backends import fsdp_backend, megatron_backend, rank_spec
 from tests.make import needs_megatron
-from tests.numerics.test_fsdp_ranks import assert_close_metrics, assert_close_weights
+from tests.numerics.test_fsdp_ranks import assert_close_metrics, assert_close_weights, saved_between
 
 pytestmark = [pytest.mark.slow, needs_megatron]
 
@@ -83,16 +84,8 @@ def spec_of(path, world_size, backend, layout=None, **algorithm):
 def run(make, plan_of, directory):
     """Everything that is compared. `make`: a backend; `plan_of`: the plan of this rank for a lease."""
     backend = make()
-    found = {"loaded": weights_of(backend), "specs": [(s.name, s.shape) for s in backend.weight_specs()]}
-    found["senders"] = [(s.rank, s.first_tensor) for s in backend.sending_ranks()]
-    logprobs = backend.logprobs(plan_of(LEASES[0]), LEASES[0].trajectories)
-    found["logprobs"] = {key: value.numpy() for key, value in logprobs.items()}
-    found["steps"] = [asdict(backend.train_step(plan_of(lease), lease.trajectories)) for lease in LEASES[:2]]
-    found["weights"] = weights_of(backend)
-    backend.capture()
-    backend.save(directory)
-    found["last"] = asdict(backend.train_step(plan_of(LEASES[2]), LEASES[2].trajectories))
-    found["last_weights"] = weights_of(backend)
+    found = {"loaded": weights_of(backend), "senders": [(s.rank, s.first_tensor) for s in backend.sending_ranks()]}
+    found |= saved_between(backend, plan_of, LEASES, directory)
     resumed = make()
     resumed.load(directory)
     found["resumed"] = asdict(resumed.train_step(plan_of(LEASES[2]), LEASES[2].trajectories))
@@ -125,13 +118,11 @@ def at_layout(root, rank, world_size, path, layout):
 @pytest.fixture(scope="module")
 def references(paths, tmp_path_factory, process_group):
     """Kind of model -> what FSDP2 on one rank finds; made when it is asked for."""
-    made = {}
 
+    @cache
     def reference(kind):
-        if kind not in made:
-            spec, root = spec_of(paths[kind], 1, "fsdp"), tmp_path_factory.mktemp(kind)
-            made[kind] = run(lambda: fsdp_backend(spec), lambda lease: lease.plans(1, BUDGET)[0], root / "trainer")
-        return made[kind]
+        spec, root = spec_of(paths[kind], 1, "fsdp"), tmp_path_factory.mktemp(kind)
+        return run(lambda: fsdp_backend(spec), lambda lease: lease.plans(1, BUDGET)[0], root / "trainer")
 
     return reference
 
@@ -226,8 +217,7 @@ def test_resumed_training_is_bitwise_the_same(outcome):
     _, ranks, _ = outcome
     for rank in ranks:
         assert rank["resumed"] == rank["last"]
-        for name, weight in rank["last_weights"].items():
-            assert np.array_equal(weight, rank["resumed_weights"][name]), name
+        assert_same_weights(rank["last_weights"], rank["resumed_weights"])
 
 
 def test_the_checkpoint_reads_as_hugging_face_tensors(outcome):
@@ -235,5 +225,4 @@ def test_the_checkpoint_reads_as_hugging_face_tensors(outcome):
     found = dict(open_checkpoint(root / "trainer", "megatron").weights())
     weights = sent(ranks, "weights")
     assert set(found) == set(weights)
-    for name, weight in weights.items():
-        assert np.array_equal(found[name].numpy(), weight), name
+    assert_same_weights(weights, {name: found[name].numpy() for name in weights})

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.load import load_recipe
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl_testing.backend_suite import random_lease
 from asyncrl_testing.plain_backend import PlainBackend
 from tests.backends import fsdp_backend
-from tests.processes import QUICKSTART
+from tests.make import quickstart
 from tools.make_tiny_model import Settings, build_model, build_tokenizer
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -48,7 +47,7 @@ def tiny_model(tmp_path_factory):
     ],
 )
 def test_steps_of_the_quickstart_are_those_of_fsdp(tiny_model, overrides):
-    recipe = load_recipe(QUICKSTART, [f"model.path={tiny_model}", *overrides])
+    recipe = quickstart(f"model.path={tiny_model}", *overrides)
     spec = TrainerSpec.of(recipe)
     plain = PlainBackend(spec)
     fsdp = fsdp_backend(spec)

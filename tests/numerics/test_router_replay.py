@@ -63,17 +63,15 @@ class Given(nn.Module):
 
 def own_logprobs(model, t, normalises):
     """[T] float64: one sequence, through the experts that it was sampled with."""
-    ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))
-    first = len(t.prompt_ids) - 1
-    given = torch.full((len(ids), LAYERS, TOP), -1)
-    given[first:-1] = torch.from_numpy(t.extra["experts"].astype(np.int64))
+    given = torch.full((len(t.prompt_ids) + len(t.response_ids), LAYERS, TOP), -1)
+    given[len(t.prompt_ids) - 1 : -1] = torch.from_numpy(t.extra["experts"].astype(np.int64))
     kept = [layer.mlp.gate for layer in model.model.layers]
     for place, layer in enumerate(model.model.layers):
         layer.mlp.gate = Given(kept[place], given[:, place], normalises=normalises)
-    logp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    found = one_rank.single_logprobs(model, t)
     for layer, gate in zip(model.model.layers, kept, strict=True):
         layer.mlp.gate = gate
-    return logp[torch.arange(first, len(ids) - 1), ids[first + 1 :]]
+    return found
 
 
 def double(norm_topk_prob):

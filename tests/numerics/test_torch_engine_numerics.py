@@ -10,10 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import WeightTransferError
-from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.types import GenerationRequest, SamplingParams
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
@@ -139,20 +136,17 @@ async def publish(engine, model, version, staged=False):
 
 async def test_published_weights_are_served(model_path):
     """From dummy weights: what is computed, such as rotary frequencies, must be right without the model's files."""
-    config = ModelConfig(path=str(model_path))
-    engine = TorchEngine(config, TorchEngineConfig(device="cpu"), load_real_weights=False, replica_seed=99)
-    await within(engine.start())
-    for version, seed in [(3, 1), (4, 2)]:
-        model = random_qwen3(seed=seed)
-        await within(engine.pause("abort"))
-        await publish(engine, model, version)
-        await within(engine.commit(version))
-        await within(engine.resume())
-        clients = await run_all(engine, mixed_requests(6, temperature=0.0))
-        for client in clients:
-            assert set(client.versions) == {version}
-            assert client.ids == greedy_continuation(model, client.request.prompt_ids, 48)
-    await within(engine.stop())
+    async with running(torch_engine(model_path)) as engine:
+        for version, seed in [(3, 1), (4, 2)]:
+            model = random_qwen3(seed=seed)
+            await within(engine.pause("abort"))
+            await publish(engine, model, version)
+            await within(engine.commit(version))
+            await within(engine.resume())
+            clients = await run_all(engine, mixed_requests(6, temperature=0.0))
+            for client in clients:
+                assert set(client.versions) == {version}
+                assert client.ids == greedy_continuation(model, client.request.prompt_ids, 48)
 
 
 async def test_staged_weights_exchange_their_memory_with_the_model(model_path):

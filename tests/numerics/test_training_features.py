@@ -26,7 +26,8 @@ from asyncrl.weights.encodings.base import BaseWeights
 from asyncrl.weights.packing import spec_of
 from asyncrl_testing.backend_suite import assert_same_weights, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3
-from tests.numerics.one_rank import CPU, SIZES, build, plan_of
+from tests.backends import save
+from tests.numerics.one_rank import CPU, SIZES, build, plan_of, single_logprobs
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -40,12 +41,6 @@ def path(tmp_path_factory):
     root = tmp_path_factory.mktemp("model")
     random_qwen3(**SIZES).save_pretrained(root)
     return str(root)
-
-
-def assert_close_weights(a, b, atol=1e-5):
-    assert list(a) == list(b)
-    for name in a:
-        np.testing.assert_allclose(a[name], b[name], atol=atol, err_msg=name)
 
 
 # -- entropy, schedule, minibatches ------------------------------------------------------------------------------
@@ -307,11 +302,9 @@ def test_the_critics_value_is_clipped_around_that_before_the_step(path):
 def test_a_critic_is_no_part_of_a_publish_and_part_of_a_checkpoint(path, tmp_path):
     backend = build(path, PPO)
     assert {s.name for s in backend.weight_specs()} == {s.name for s in build(path).weight_specs()}
-    backend.capture()
-    backend.save(tmp_path / "trainer")
+    save(backend, tmp_path / "trainer")
     without = build(path)
-    without.capture()
-    without.save(tmp_path / "plain")
+    save(without, tmp_path / "plain")
     with pytest.raises(ConfigError, match="critic"):
         backend.load(tmp_path / "plain")
 
@@ -360,10 +353,7 @@ def test_a_replica_merges_what_peft_would(path):
     assert changed == 2 * 7
     logprobs = backend.logprobs(plan_of(lease), lease.trajectories)
     key, t = next((k, t) for k, t in lease.trajectories.items() if len(t.response_ids) > 5)
-    ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))
-    logp = expected(input_ids=ids[None]).logits[0].log_softmax(-1)
-    at = torch.arange(len(t.prompt_ids), len(ids))
-    torch.testing.assert_close(logprobs[key], logp[at - 1, ids[at]], atol=1e-4, rtol=0)
+    torch.testing.assert_close(logprobs[key].double(), single_logprobs(expected, t), atol=1e-4, rtol=0)
 
 
 def test_merging_starts_from_the_files_every_time(path):
@@ -403,20 +393,18 @@ def test_only_adapters_are_trained_and_the_reference_is_the_model_without_them(p
 
 def test_a_checkpoint_of_adapters_is_small_and_gives_whole_weights(path, tmp_path):
     backend, _, _ = trained_lora(path)
-    backend.capture()
-    backend.save(tmp_path / "lora")
+    save(backend, tmp_path / "lora")
     weights = dict(FsdpCheckpoint(tmp_path / "lora").weights())
     for name, tensor in merged_by_peft(backend, path).state_dict().items():
         if name != "lm_head.weight":
             torch.testing.assert_close(weights[name], tensor, atol=1e-6, rtol=0)
     full = build(path)
-    full.capture()
-    full.save(tmp_path / "full")
+    save(full, tmp_path / "full")
     size = [sum(f.stat().st_size for f in (tmp_path / kind).iterdir()) for kind in ("lora", "full")]
     assert size[0] < size[1]
     plain = dict(FsdpCheckpoint(tmp_path / "full").weights())
-    assert_same_weights({n: t.numpy() for n, t in plain.items()}, {n: plain[n].numpy() for n in plain})
-    assert_close_weights({n: plain[n].numpy() for n in weights_of(full)}, weights_of(full), atol=0)
+    for name, weight in weights_of(full).items():
+        np.testing.assert_array_equal(plain[name].numpy(), weight, err_msg=name)
     with pytest.raises(ConfigError, match="no checkpoint"):
         FsdpCheckpoint(tmp_path / "absent")
 

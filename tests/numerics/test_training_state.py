@@ -23,6 +23,7 @@ from asyncrl.trainer.token_logprobs import LogitRules, token_logprobs
 from asyncrl.types import LeaseManifest
 from asyncrl_testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3
+from tests.backends import save
 from tests.numerics.one_rank import SIZES, build, plan_of
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -60,12 +61,6 @@ def untrained(lease, ordinals):
     return replace(lease, manifest=LeaseManifest(0, groups)), trajectories
 
 
-def saved(backend, directory):
-    backend.capture()
-    backend.save(directory)
-    return directory
-
-
 # -- what a checkpoint goes on with ------------------------------------------------------------------------------
 
 
@@ -84,7 +79,7 @@ def saved(backend, directory):
 )
 def test_a_checkpoint_of_another_kind_of_run_is_named_and_loads_nothing(models, tmp_path, before, after, message):
     first, second = ({"model": "plain", **keys} for keys in (before, after))
-    directory = saved(build(models / first.pop("model"), **first), tmp_path / "trainer")
+    directory = save(build(models / first.pop("model"), **first), tmp_path / "trainer")
     backend = build(models / second.pop("model"), **second)
     start = weights_of(backend)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -94,7 +89,7 @@ def test_a_checkpoint_of_another_kind_of_run_is_named_and_loads_nothing(models, 
 
 
 def test_a_base_that_moved_is_logged_and_another_one_of_the_hub_refused(models, tmp_path, caplog):
-    directory = saved(build(models / "plain", lora=LORA), tmp_path / "trainer")
+    directory = save(build(models / "plain", lora=LORA), tmp_path / "trainer")
     (tmp_path / "moved").mkdir()
     for file in (models / "plain").iterdir():
         os.link(file, tmp_path / "moved" / file.name)
@@ -139,7 +134,7 @@ def test_a_random_state_of_another_kind_of_device_is_left_out(models, tmp_path, 
     ],
 )
 def test_a_run_that_is_extended_says_that_its_rate_jumps(models, tmp_path, caplog, trainer, total_steps, jumps):
-    directory = saved(build(models / "plain", total_steps=10, **trainer), tmp_path / "trainer")
+    directory = save(build(models / "plain", total_steps=10, **trainer), tmp_path / "trainer")
     build(models / "plain", total_steps=total_steps, **trainer).load(directory)
     assert ("trainer.decay_steps=10 keeps its curve" in caplog.text) == jumps
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.driver.preflight import advice
-from tests.make import QUICKSTART
+from tests.make import quickstart
 
 
 @pytest.mark.parametrize(
@@ -28,6 +27,6 @@ from tests.make import QUICKSTART
     ],
 )
 def test_numbers_that_make_processes_or_responses_wait_are_named(overrides, cores, due):
-    found = " / ".join(advice(load_recipe(QUICKSTART, overrides), cores=cores))
+    found = " / ".join(advice(quickstart(*overrides), cores=cores))
     assert bool(found) == bool(due), found
     assert all(part in found for part in due), found

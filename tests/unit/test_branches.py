@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.load import load_recipe
 from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.queue.group_files import ARRAYS, load_groups, load_partials, save_groups, save_partials
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
@@ -16,7 +15,7 @@ from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import LeaseManifest, PartialGroup, PartialTrajectory, Segment, Ticket, TrajectoryGroup
-from tests.make import QUICKSTART, group, queue_spec, train, trajectory
+from tests.make import group, queue_spec, quickstart, train, trajectory
 
 ALL = "rollout.agent.train=all_branches"
 
@@ -206,7 +205,7 @@ def tree(counts, seed):
 
 def test_advantages_compare_trajectories_and_take_the_divergence_of_all_their_branches():
     kl = ["algorithm.kl.coefficient=0.5", "algorithm.kl.place=reward", "algorithm.advantage=dr_grpo"]
-    planner = StepPlanner(load_recipe(QUICKSTART, [ALL, *kl]))
+    planner = StepPlanner(quickstart(ALL, *kl))
     whole = pair()
     manifest = LeaseManifest(6, (summarize(StoredGroup(whole, 5), whole, step=6, max_lag=4),))
     (plan,) = planner.plan(manifest, {(0, 0): 0.1, (0, 1): 0.2, (0, 2): 0.4, (0, 3): 0.8, (0, 4): 1.6})
@@ -218,7 +217,7 @@ def test_advantages_compare_trajectories_and_take_the_divergence_of_all_their_br
 
 def test_a_penalty_for_length_sees_the_last_branch_alone():
     overrides = ["algorithm.overlong.buffer_tokens=4", "rollout.sampling.max_response_tokens=6", ALL]
-    planner = StepPlanner(load_recipe(QUICKSTART, [*overrides, "algorithm.advantage=dr_grpo"]))
+    planner = StepPlanner(quickstart(*overrides, "algorithm.advantage=dr_grpo"))
     members = trajectory(response=6), replace(trajectory(response=2), branches=(trajectory(response=6),))
     whole = TrajectoryGroup(0, 0, members)
     summary = summarize(StoredGroup(whole, 0), whole, step=0, max_lag=0)
@@ -235,13 +234,13 @@ def test_a_penalty_for_length_sees_the_last_branch_alone():
     ],
 )
 def test_what_is_defined_for_one_conversation_is_refused_by_name(overrides, found):
-    load_recipe(QUICKSTART, overrides)
+    quickstart(*overrides)
     with pytest.raises(ConfigError, match=rf"all_branches with .*{found}"):
-        load_recipe(QUICKSTART, [*overrides, ALL])
+        quickstart(*overrides, ALL)
 
 
 def test_a_checkpoints_branches_are_not_given_to_an_advantage_along_tokens():
-    planner = StepPlanner(load_recipe(QUICKSTART, ["algorithm.advantage=reinforce_plus_plus"]))
+    planner = StepPlanner(quickstart("algorithm.advantage=reinforce_plus_plus"))
     whole = pair()
     summary = summarize(StoredGroup(whole, 5), whole, step=6, max_lag=4)
     with pytest.raises(ConfigError, match="the group has branches"):

@@ -451,6 +451,14 @@ async def served(made, version=0):
     made._fleet.routing.clear()
 
 
+async def rolling(count=3, **options):
+    """An engine of rolling publishes after its first one, its trainer, its fleet and their replicas."""
+    replicas = [FakeReplica() for _ in range(count)]
+    made, trainer, fleet = engine(*replicas, own=ROLLING, **options)
+    await served(made)
+    return made, trainer, fleet, replicas
+
+
 async def test_a_rolling_publish_reaches_some_at_a_time_while_the_others_are_sent_requests():
     replicas = [FakeReplica() for _ in range(5)]
     made, trainer, fleet = engine(*replicas, own=ROLLING, rolling_replicas=2)
@@ -479,8 +487,7 @@ async def test_without_rolling_the_rollout_side_is_told_nothing():
 
 
 async def test_the_next_rolling_publish_begins_where_the_sending_end_is_open():
-    made, trainer, fleet = engine(FakeReplica(), FakeReplica(), own=ROLLING)
-    await served(made)
+    made, trainer, fleet, _ = await rolling(2)
     for version in (1, 2, 3):
         await made.publish(version)
     assert [call[1] for call in fleet.routing if call[0] == "hold"] == [[0], [1], [1], [0], [0], [1]]
@@ -499,9 +506,7 @@ async def test_a_rolling_publish_to_one_replica_is_a_publish():
 
 
 async def test_newcomers_go_with_the_first_wave():
-    replicas = [FakeReplica() for _ in range(3)]
-    made, _, fleet = engine(*replicas, own=ROLLING, respawn=lambda i: FakeReplica())
-    await served(made)
+    made, _, fleet, replicas = await rolling(respawn=lambda i: FakeReplica())
     fleet.fail(2, replicas[2], "killed")
     await made.publish(1)
     assert [call[1] for call in fleet.routing if call[0] == "hold"] == [[0, 2], [1]]
@@ -513,9 +518,7 @@ async def test_newcomers_go_with_the_first_wave():
 
 @pytest.mark.parametrize("error", [ProcessDied("gone"), DeadlineExceeded("no answer within 1 s")])
 async def test_a_wave_that_loses_its_replica_is_followed_by_the_others(error):
-    replicas = [FakeReplica() for _ in range(3)]
-    made, _, fleet = engine(*replicas, own=ROLLING)
-    await served(made)
+    made, _, fleet, replicas = await rolling()
     replicas[1].pause_error = error
     replicas[1].alive = False
     assert (await made.publish(1)).replicas == 2
@@ -525,9 +528,7 @@ async def test_a_wave_that_loses_its_replica_is_followed_by_the_others(error):
 
 
 async def test_one_that_got_wrong_bytes_is_sent_them_again_before_others_are_held_up():
-    replicas = [FakeReplica() for _ in range(3)]
-    made, _, fleet = engine(*replicas, own=ROLLING, verify="always", max_retries=1)
-    await served(made)
+    made, _, fleet, replicas = await rolling(verify="always", max_retries=1)
     replicas[0].outcomes.append(WRONG)
     assert (await made.publish(1)).attempts == 4
     assert [call[:2] for call in fleet.routing] == [
@@ -537,9 +538,7 @@ async def test_one_that_got_wrong_bytes_is_sent_them_again_before_others_are_hel
 
 
 async def test_one_that_is_paused_goes_before_others_also_when_the_sending_end_had_to_be_closed():
-    replicas = [FakeReplica() for _ in range(3)]
-    made, trainer, fleet = engine(*replicas, own=ROLLING, max_retries=1)
-    await served(made)
+    made, trainer, fleet, replicas = await rolling(max_retries=1)
     await made.publish(1)
     fleet.routing.clear()
     replicas[2].outcomes.append(ValueError("what is this?"))
@@ -549,10 +548,7 @@ async def test_one_that_is_paused_goes_before_others_also_when_the_sending_end_h
 
 
 async def test_a_rolling_publish_that_fails_leaves_the_others_as_they_were():
-    replicas = [FakeReplica() for _ in range(3)]
-    trainer = FakeTrainer()
-    made, _, fleet = engine(*replicas, trainer=trainer, own=ROLLING)
-    await served(made)
+    made, trainer, fleet, replicas = await rolling()
     trainer.outcomes = [(1, 2), WeightTransferError("publish tensor 3: the weights ended before it")]
     with pytest.raises(WeightTransferError, match="tensor 3"):
         await made.publish(1)

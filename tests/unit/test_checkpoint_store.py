@@ -7,16 +7,16 @@ import pytest
 from asyncrl.checkpoint.locate import date_of, find_checkpoint
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.checkpoint.store import FORMAT, CheckpointStore, RunState, check_resumable, read_state, render_state
-from asyncrl.config.load import load, load_recipe
+from asyncrl.config.load import load
 from asyncrl.errors import ConfigError, StorageError
 from asyncrl.types.guard import GuardState
-from tests.make import QUICKSTART
+from tests.make import QUICKSTART, quickstart
 
 
 def save(store, step, recipe=None):
     temporary = store.begin(step)
     (temporary / "part").write_text(str(step))
-    state = RunState.of(recipe or load_recipe(QUICKSTART, []), "digest", global_steps=step, elapsed_s=1.5)
+    state = RunState.of(recipe or quickstart(), "digest", global_steps=step, elapsed_s=1.5)
     return store.finish(temporary, state)
 
 
@@ -51,33 +51,33 @@ def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path):
 
 def test_what_the_ledger_depends_on_cannot_change_on_resume(tmp_path):
     path = save(CheckpointStore(tmp_path, keep=2), 5)
-    check_resumable(load_recipe(QUICKSTART, ["run.max_steps=500", "trainer.lr=1e-3"]), "digest", path)
+    check_resumable(quickstart("run.max_steps=500", "trainer.lr=1e-3"), "digest", path)
     with pytest.raises(ConfigError, match=r"run\.seed"):
-        check_resumable(load_recipe(QUICKSTART, ["run.seed=7"]), "digest", path)
+        check_resumable(quickstart("run.seed=7"), "digest", path)
     with pytest.raises(ConfigError, match=r"staleness\.max_lag"):
-        check_resumable(load_recipe(QUICKSTART, ["mode=sync"]), "digest", path)
+        check_resumable(quickstart("mode=sync"), "digest", path)
     with pytest.raises(ConfigError, match="rendered prompts"):
-        check_resumable(load_recipe(QUICKSTART, []), "other rows", path)
+        check_resumable(quickstart(), "other rows", path)
 
 
 def test_a_run_whose_groups_have_branches_goes_on_with_them(tmp_path):
     every = ["rollout.agent.train=all_branches"]
-    path = save(CheckpointStore(tmp_path, keep=2), 3, load_recipe(QUICKSTART, every))
-    check_resumable(load_recipe(QUICKSTART, every), "digest", path)
+    path = save(CheckpointStore(tmp_path, keep=2), 3, quickstart(*every))
+    check_resumable(quickstart(*every), "digest", path)
     with pytest.raises(ConfigError, match=r"train=last_branch(?s:.*)may have branches"):
-        check_resumable(load_recipe(QUICKSTART, []), "digest", path)
+        check_resumable(quickstart(), "digest", path)
     without = save(CheckpointStore(tmp_path, keep=2), 4)
-    check_resumable(load_recipe(QUICKSTART, every), "digest", without)
+    check_resumable(quickstart(*every), "digest", without)
 
 
 def test_ready_groups_that_lack_what_the_recipe_trains_with_are_refused(tmp_path):
     teacher = ["teacher.path=t", "algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false"]
     top = [*teacher, "algorithm.distillation.top_k=8"]
-    path = save(CheckpointStore(tmp_path, keep=2), 3, load_recipe(QUICKSTART, top))
+    path = save(CheckpointStore(tmp_path, keep=2), 3, quickstart(*top))
     for keys in (top, teacher, []):
-        check_resumable(load_recipe(QUICKSTART, keys), "digest", path)
+        check_resumable(quickstart(*keys), "digest", path)
     with pytest.raises(ConfigError, match="without top_k=9"):
-        check_resumable(load_recipe(QUICKSTART, [*teacher, "algorithm.distillation.top_k=9"]), "digest", path)
+        check_resumable(quickstart(*teacher, "algorithm.distillation.top_k=9"), "digest", path)
 
 
 STATE = json.loads(render_state(RunState(3, 1.5, 4, 2, 1, 0, True, "digest")))

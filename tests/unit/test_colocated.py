@@ -2,7 +2,6 @@
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.config.threads import trainer_threads
 from asyncrl.driver import preflight
 from asyncrl.driver.cluster.placement import SHARE_IN_TURNS, place_run
@@ -10,15 +9,14 @@ from asyncrl.errors import ConfigError
 from asyncrl.inference.engines import ENGINES, require_sleep
 from asyncrl.plan.scenario import Scenario
 from asyncrl.rollout.replica_time import ReplicaUse
-from tests.make import QUICKSTART
+from tests.make import quickstart
 from tests.unit.test_preflight import checked  # noqa: F401 - a fixture
 
 SHORT = ("trainer.step_timeout_s=60", "weights.publish_timeout_s=60")
 
 
 def colocated(*overrides, mode="sync"):
-    base = ["placement=colocated", f"mode={mode}", *overrides]
-    return load_recipe(QUICKSTART, base)
+    return quickstart("placement=colocated", f"mode={mode}", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +44,7 @@ def test_what_cannot_take_turns_is_refused_by_name(overrides, message):
 
 
 def test_separate_is_the_default_and_changes_nothing():
-    recipe = load_recipe(QUICKSTART, ["mode=one_step_off", "rollout.engine=vllm"])
+    recipe = quickstart("mode=one_step_off", "rollout.engine=vllm")
     assert not recipe.is_colocated
     assert (recipe.empties_queue, recipe.interrupt) == (True, "drain")
     assert not recipe.rollout.vllm.enable_sleep_mode
@@ -66,7 +64,7 @@ def test_engines_get_the_setting_that_lets_them_sleep():
 
 
 def test_ranks_compute_with_all_cores_in_their_turn():
-    separate = load_recipe(QUICKSTART, ["mode=one_step_off", *SHORT])
+    separate = quickstart("mode=one_step_off", *SHORT)
     beside, alone = (trainer_threads(recipe, cores=8) for recipe in (separate, colocated(*SHORT, mode="one_step_off")))
     assert alone * separate.trainer.num_ranks == 8
     assert beside < alone

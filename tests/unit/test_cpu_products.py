@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from asyncrl.kernels import cpu_products
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MATRICES = {
     "rows": lambda m, n: torch.randn(m, n),
     "columns": lambda m, n: torch.randn(n, m).t(),
@@ -28,15 +30,6 @@ BIASES = {
 }
 LARGE = st.integers(130, 190)
 """More than two million multiplications: oneDNN gets them."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Several wait for each other where others take the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def near(found, expected):

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.driver.memory_plan import trainer_plan
 from asyncrl.errors import ConfigError, GenerationError, WeightTransferError
 from asyncrl.types import ModelFacts
-from asyncrl_testing.fake_fleet import WRONG, FakeReplica, FakeTrainer
-from tests.make import QUICKSTART
+from asyncrl_testing.fake_fleet import WRONG, FakeReplica
+from tests.make import quickstart
 from tests.unit.test_checkpoint_engine import engine as any_engine
 
 
@@ -111,8 +110,7 @@ async def test_wrong_weights_after_all_of_them_were_sent_are_a_strike_as_ever():
 
 
 async def test_a_publish_that_failed_leaves_no_base():
-    trainer = FakeTrainer()
-    made, _, _ = engine(FakeReplica(), trainer=trainer)
+    made, trainer, _ = engine(FakeReplica())
     await made.publish(1)
     trainer.outcomes.append(WeightTransferError("the weights ended before it"))
     with pytest.raises(WeightTransferError):
@@ -175,7 +173,7 @@ async def test_without_the_encoding_nothing_is_encoded_or_kept():
 )
 def test_what_differences_cannot_go_with_is_refused_when_the_recipe_is_read(overrides, found):
     with pytest.raises(ConfigError, match=rf"weights\.encoding=delta with {found}"):
-        load_recipe(QUICKSTART, ["weights.encoding=delta", *overrides])
+        quickstart("weights.encoding=delta", *overrides)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "collective", "disk"])
@@ -184,12 +182,12 @@ def test_a_dry_run_says_what_memory_the_copies_take(transport):
     config = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 2, "vocab_size": 1000}
     config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 2048}
     facts = ModelFacts.of_config("some/model", config | {"tie_word_embeddings": True})
-    lines = [text for _, text in trainer_plan(load_recipe(QUICKSTART, overrides), facts)]
+    lines = [text for _, text in trainer_plan(quickstart(*overrides), facts)]
     (size,) = [text.split(", ")[1].split(" in ")[0] for text in lines if "bucket(s)" in text]
     (copies,) = [text for text in lines if "delta" in text]
     assert copies.endswith(f"{size} in the trainer rank that sends, {size} in each worker of a replica")
-    assert not any("delta" in text for _, text in trainer_plan(load_recipe(QUICKSTART, []), facts))
-    recipe = load_recipe(QUICKSTART, overrides)
+    assert not any("delta" in text for _, text in trainer_plan(quickstart(), facts))
+    recipe = quickstart(*overrides)
     for placed, sent, staged in (
         (recipe.placed(ranks_on_gpus=False, replicas_on_gpus=False, stages=True), 1, 1),
         (recipe.placed(ranks_on_gpus=False, replicas_on_gpus=False, stages=False), 1, 0),

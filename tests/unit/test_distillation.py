@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.load import load_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.queue.group_files import load_groups, save_groups
 from asyncrl.queue.masking import mask_older
 from asyncrl.trainer.step.batch import pack
 from asyncrl.types import Lengths, TrainSequence
-from tests.make import QUICKSTART, group, trajectory
+from tests.make import group, quickstart, trajectory
 
 DISTILLS = ["teacher.path=t", "algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false"]
 
@@ -27,11 +26,11 @@ def taught(made, start=0, top=0):
 
 
 def test_a_teacher_is_served_with_room_for_the_longest_trajectory():
-    recipe = load_recipe(QUICKSTART, [*DISTILLS, "teacher.num_replicas=2", "teacher.torch.num_slots=3"])
+    recipe = quickstart(*DISTILLS, "teacher.num_replicas=2", "teacher.torch.num_slots=3")
     pool, replicas = recipe.pools["teacher"]
     assert (pool.model.path, replicas.num_replicas, replicas.torch.num_slots) == ("t", 2, 3)
     assert replicas.max_model_len == recipe.rollout.max_model_len + 1
-    assert load_recipe(QUICKSTART, []).pools == {}
+    assert quickstart().pools == {}
 
 
 @pytest.mark.parametrize(
@@ -52,20 +51,20 @@ def test_a_teacher_is_served_with_room_for_the_longest_trajectory():
 )
 def test_what_cannot_distill_is_refused(overrides, found):
     with pytest.raises(ConfigError, match=found):
-        load_recipe(QUICKSTART, overrides)
+        quickstart(*overrides)
 
 
 def test_a_teacher_in_vllm_gives_as_many_tokens_as_are_asked_for():
     keys = [*DISTILLS, "teacher.engine=vllm", "algorithm.distillation.top_k=64"]
-    assert load_recipe(QUICKSTART, keys).pools["teacher"][1].vllm.max_logprobs == 64
-    assert load_recipe(QUICKSTART, keys[:-1]).pools["teacher"][1].vllm.max_logprobs == 20
-    assert load_recipe(QUICKSTART, keys).kept_arrays == ("teacher_logprobs", "top_ids", "top_logprobs", "top_k=64")
-    assert load_recipe(QUICKSTART, []).kept_arrays == ()
+    assert quickstart(*keys).pools["teacher"][1].vllm.max_logprobs == 64
+    assert quickstart(*keys[:-1]).pools["teacher"][1].vllm.max_logprobs == 20
+    assert quickstart(*keys).kept_arrays == ("teacher_logprobs", "top_ids", "top_logprobs", "top_k=64")
+    assert quickstart().kept_arrays == ()
 
 
 def test_one_trajectory_a_prompt_is_enough_for_a_teacher():
     keys = ["algorithm.advantage=teacher_only", "batch.group_size=1"]
-    assert load_recipe(QUICKSTART, [*DISTILLS, *keys]).batch.group_size == 1
+    assert quickstart(*DISTILLS, *keys).batch.group_size == 1
 
 
 def test_further_arrays_travel_with_their_trajectory(tmp_path):

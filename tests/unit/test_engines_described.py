@@ -24,7 +24,7 @@ from asyncrl.inference.engines import (
 )
 from asyncrl.types import ModelFacts
 from tests.environments import QWEN, tokenizer_with
-from tests.make import QUICKSTART
+from tests.make import QUICKSTART, quickstart
 
 LENGTH = 512
 VISION = {"depth": 32, "hidden_size": 1280, "patch_size": 14}
@@ -169,7 +169,7 @@ def test_an_evaluation_asks_the_engine_and_no_backend(name):
 def test_a_reference_model_is_asked_like_the_policy(model_of):
     strange = model_of("gemma2")
     changes = [f"algorithm.kl={{coefficient: 0.1, path: {strange}}}"]
-    recipe = load_recipe(QUICKSTART, [*overrides(model_of("llama"), "torch"), *changes])
+    recipe = quickstart(*overrides(model_of("llama"), "torch"), *changes)
     with pytest.raises(ConfigError, match=r"train algorithm\.kl\.path=.*(?s:.)*final_logit_softcapping"):
         check_recipe(recipe, use_hub=False)
 

@@ -8,14 +8,13 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from asyncrl.config.load import load_recipe
 from asyncrl.config.rollout import response_limit
 from asyncrl.environments import check_environment
 from asyncrl.environments.custom import PACKAGES
 from asyncrl.environments.observation import MAX_TEXT_CHARS, for_policy
 from asyncrl.errors import ConfigError
 from tests.environments import chat_with
-from tests.make import QUICKSTART, ROOT
+from tests.make import ROOT, quickstart
 
 OTHERS = ("gymnasium", "openenv", "verifiers")
 
@@ -29,7 +28,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, name):
     uses = USES_MCP if name == "mcp" else [f"rollout.environment={name}", "reward.function=zero"]
     missing = rf"the package {name} is not installed\ndo: +pip install 'asyncrl\[{name}\]'"
     with pytest.raises(ConfigError, match=missing):
-        check_environment(load_recipe(QUICKSTART, uses))
+        check_environment(quickstart(*uses))
 
 
 @pytest.mark.parametrize("version", ["1.30.0", "3.0.0"])
@@ -43,7 +42,7 @@ def test_a_package_in_a_version_that_does_not_fit_is_refused(monkeypatch, tmp_pa
     monkeypatch.delitem(sys.modules, "mcp", raising=False)
     assert importlib.metadata.version("mcp") == version
     with pytest.raises(ConfigError) as refused:
-        check_environment(load_recipe(QUICKSTART, USES_MCP))
+        check_environment(quickstart(*USES_MCP))
     assert f"found: mcp {version}, needed {PACKAGES['mcp'][2]}\n" in str(refused.value)
     assert "pip install 'asyncrl[mcp]'" in str(refused.value)
 
@@ -65,9 +64,9 @@ def test_a_text_of_any_size_is_cut_before_it_is_tokenized():
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_environment_that_judges_takes_no_other_reward(name):
     with pytest.raises(ConfigError, match=r"gives the reward itself(?s:.)*reward\.function=zero"):
-        load_recipe(QUICKSTART, [f"rollout.environment={name}", "reward.function=math"])
+        quickstart(f"rollout.environment={name}", "reward.function=math")
     with pytest.raises(ConfigError, match="nothing else teaches"):
-        load_recipe(QUICKSTART, ["reward.function=zero"])
+        quickstart("reward.function=zero")
 
 
 @pytest.mark.parametrize(
@@ -80,13 +79,13 @@ def test_an_environment_that_judges_takes_no_other_reward(name):
     ],
 )
 def test_the_longest_trajectory_follows_from_turns_and_observations(settings, limit):
-    recipe = load_recipe(QUICKSTART, ["reward.function=zero", f"rollout.environment={settings[0]}", *settings[1:]])
+    recipe = quickstart("reward.function=zero", f"rollout.environment={settings[0]}", *settings[1:])
     assert response_limit(recipe.rollout) == limit
 
 
 def test_settings_of_others_may_be_nested():
     kwargs = "rollout.gymnasium.kwargs={maps: {small: [SF, FG], size: 2}}"
-    recipe = load_recipe(QUICKSTART, ["rollout.environment=gymnasium", "reward.function=zero", kwargs])
+    recipe = quickstart("rollout.environment=gymnasium", "reward.function=zero", kwargs)
     assert recipe.rollout.gymnasium.kwargs == {"maps": {"small": ["SF", "FG"], "size": 2}}
     with pytest.raises(ConfigError, match=r"rollout\.gymnasium\.kwargs\.maps\.size"):
-        load_recipe(QUICKSTART, ["rollout.gymnasium.kwargs={maps: {size: .inf}}"])
+        quickstart("rollout.gymnasium.kwargs={maps: {size: .inf}}")

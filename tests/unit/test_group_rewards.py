@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rewards import GroupRewardConfig, JudgeConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
@@ -16,7 +15,7 @@ from asyncrl.rewards.group import build_group_reward
 from asyncrl.rewards.pairwise import bradley_terry, win_rates
 from asyncrl.rollout.judge import Judge, read_worth
 from asyncrl.types import Generation, Segment
-from tests.make import QUICKSTART
+from tests.make import quickstart
 from tools.make_tiny_model import build_tokenizer
 
 ROW = PromptRow((ChatMessage("user", "What is 3 + 4?"),), "7", "arithmetic", (), "sums.jsonl:12")
@@ -123,7 +122,7 @@ def test_pairs_come_to_win_rates():
 )
 def test_rewards_that_cannot_work_are_refused(overrides, found):
     with pytest.raises(ConfigError, match=found):
-        load_recipe(QUICKSTART, overrides)
+        quickstart(*overrides)
 
 
 @pytest.mark.parametrize("name", ["of_one", "nothing"])

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from asyncrl.config.algorithm import CorrectionConfig
 from asyncrl.config.algorithm_parts import CORRECTIONS
-from asyncrl.config.load import load_recipe
 from asyncrl.config.staleness import GuardConfig
 from asyncrl.driver.off_policy import GuardLoop
 from asyncrl.errors import ConfigError, RunFailed
@@ -21,7 +20,7 @@ from asyncrl.types import LedgerCounts
 from asyncrl.types.guard import LAG_BUCKETS, LAST_OF_BUCKET, GuardState
 from asyncrl.types.metrics import Metric
 from asyncrl_testing.local import LocalActor
-from tests.make import QUICKSTART
+from tests.make import quickstart
 
 SICK, BETWEEN, WELL = 2.0, 0.8, 0.1
 
@@ -214,15 +213,15 @@ def test_lags_are_read_apart_and_those_with_few_tokens_not_at_all():
     ],
 )
 def test_the_lowest_limit_admits_groups_in_every_recipe(overrides, floor, can_raise):
-    guard = OffPolicyGuard.of(load_recipe(QUICKSTART, overrides))
+    guard = OffPolicyGuard.of(quickstart(*overrides))
     assert (guard.floor, guard.can_raise) == (floor, can_raise)
 
 
 def test_off_is_a_word_and_thresholds_have_ranges(tmp_path):
-    assert load_recipe(QUICKSTART, ["staleness.guard=off"]).staleness.guard == "off"
+    assert quickstart("staleness.guard=off").staleness.guard == "off"
     for wrong in ("min_effective_samples=1", "max_kl_nats=0", "trip_steps=0", "raised_bounds=0", "max_ratio_tails=2"):
         with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
-            load_recipe(QUICKSTART, [f"staleness.guard_rules.{wrong}"])
+            quickstart(f"staleness.guard_rules.{wrong}")
 
 
 @given(st.sampled_from(sorted(CORRECTIONS)), st.floats(0.01, 1))
@@ -249,7 +248,7 @@ class Queue:
 
 
 def loop_of(tmp_path, *overrides):
-    recipe = load_recipe(QUICKSTART, ["staleness.max_lag=8", *overrides])
+    recipe = quickstart("staleness.max_lag=8", *overrides)
     queue, events = Queue(), EventLog(tmp_path / "events.jsonl")
 
     def told():

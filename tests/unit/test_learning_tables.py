@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from asyncrl.config.load import load_recipe
-from tests.make import QUICKSTART, ROOT
+from tests.make import ROOT, quickstart
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -49,7 +48,7 @@ def test_every_cell_of_every_part_is_a_recipe():
     cells = [cell for grid in benchmark.GRIDS.values() for cell in grid]
     assert {cell.algorithm for cell in cells} == set(benchmark.ALGORITHMS) - {"grpo_clip_kl"}
     for cell in {(c.algorithm, c.updates): c for c in cells}.values():
-        recipe = load_recipe(QUICKSTART, cell.overrides())
+        recipe = quickstart(*cell.overrides())
         assert recipe.batch.num_minibatches == cell.updates
         assert recipe.algorithm.dual_clip == (3 if cell.algorithm in ("grpo_clip_dual", "opsm", "decoupled_ppo") else 0)
 

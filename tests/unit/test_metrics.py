@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.load import load_recipe
 from asyncrl.errors import ConfigError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
@@ -19,7 +18,7 @@ from asyncrl.observability.sinks.sink_thread import BACKLOG, SinkFeed
 from asyncrl.types import LedgerCounts
 from asyncrl.types.events import CheckpointFailed, ReplicaFailed
 from asyncrl.types.metrics import QUEUE_METRICS, REQUIRED, Metric
-from tests.make import QUICKSTART
+from tests.make import quickstart
 
 
 def record(step, **more):
@@ -82,7 +81,7 @@ def test_events_of_several_writers_never_mix(tmp_path):
 
 @pytest.mark.parametrize("key", ["observability.wandb_project=a/b", "run.name=what?"])
 def test_what_wandb_cannot_take_is_refused_before_anything_starts(tmp_path, key):
-    recipe = load_recipe(QUICKSTART, ["observability.sinks=[wandb]", key])
+    recipe = quickstart("observability.sinks=[wandb]", key)
     with pytest.raises(ConfigError, match=r"Invalid project name|cannot contain"):
         build_sinks(recipe, {}, recipe.run.name or "test", tmp_path)
 

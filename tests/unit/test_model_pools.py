@@ -2,15 +2,14 @@
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.driver.fleet.model_pools import ClusterGpus, pool_gpus
 from asyncrl.errors import ConfigError
-from tests.make import QUICKSTART
+from tests.make import quickstart
 
 
 def recipe(*overrides):
     teacher = ("teacher.path=teacher", "teacher.num_replicas=2", "algorithm.distillation.coefficient=0.5")
-    return load_recipe(QUICKSTART, [*teacher, *overrides])
+    return quickstart(*teacher, *overrides)
 
 
 @pytest.mark.parametrize(
@@ -48,4 +47,4 @@ def test_a_pool_shares_no_gpu_with_a_rank():
 
 
 def test_a_run_without_pools_takes_none():
-    assert pool_gpus(load_recipe(QUICKSTART, []), ClusterGpus(8, (0,))) == {}
+    assert pool_gpus(quickstart(), ClusterGpus(8, (0,))) == {}

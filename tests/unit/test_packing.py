@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.load import load_recipe
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
-from tests.make import QUICKSTART
+from tests.make import quickstart
 
 LONGEST = 40
 
@@ -196,7 +195,7 @@ def test_sharing_prompts_keeps_groups_together(groups, num_plans, budget):
     ],
 )
 def test_ranks_are_balanced_by_shared_prompts_only_where_they_share_them(overrides, shares):
-    assert PackingRules.of(load_recipe(QUICKSTART, list(overrides))).share_prompts is shares
+    assert PackingRules.of(quickstart(*overrides)).share_prompts is shares
 
 
 def test_few_groups_are_divided_among_many_ranks():
@@ -291,4 +290,4 @@ def test_long_and_short_sequences_fill_a_microbatch_together():
     ],
 )
 def test_microbatches_are_filled_where_attention_pads_nothing(overrides, fills):
-    assert PackingRules.of(load_recipe(QUICKSTART, overrides)).fills == fills
+    assert PackingRules.of(quickstart(*overrides)).fills == fills

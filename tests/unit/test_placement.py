@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.load import load_recipe
 from asyncrl.driver.cluster.placement import Demand, describe_demand, fit, place_run, plan_placement, words
 from asyncrl.errors import ConfigError
-from tests.make import QUICKSTART
+from tests.make import quickstart
 
 NODES = st.lists(st.integers(0, 8), min_size=1, max_size=6)
 FEW = st.integers(1, 12)
@@ -163,31 +162,27 @@ def test_what_reaches_one_node_only_is_kept_there_if_it_has_room():
 @pytest.mark.parametrize("transport", ["ipc", "disk"])
 def test_replicas_that_a_transport_does_not_reach_are_refused(transport):
     asked = ("rollout.engine=vllm", "trainer.num_ranks=1", f"weights.transport={transport}")
-    assert place_run(recipe(*asked, "rollout.num_replicas=1"), [2, 2]).strategy == "STRICT_PACK"
+    assert place_run(quickstart(*asked, "rollout.num_replicas=1"), [2, 2]).strategy == "STRICT_PACK"
     with pytest.raises(ConfigError, match=rf"weights\.transport={transport}(?s:.*)1, 1 GPUs(?s:.*)collective"):
-        place_run(recipe(*asked, "rollout.num_replicas=1"), [1, 1])
-    far = recipe(*asked[:2], "rollout.num_replicas=1", "weights.transport=collective")
+        place_run(quickstart(*asked, "rollout.num_replicas=1"), [1, 1])
+    far = quickstart(*asked[:2], "rollout.num_replicas=1", "weights.transport=collective")
     assert place_run(far, [1, 1]).strategy == "PACK"
 
 
 VLLM = ["rollout.engine=vllm", "trainer.num_ranks=2", "rollout.num_replicas=2", "weights.transport=collective"]
 
 
-def recipe(*overrides):
-    return load_recipe(QUICKSTART, list(overrides))
-
-
 def test_a_recipe_says_what_it_takes():
-    assert Demand.of(recipe(*VLLM)) == whole(2, 1, 2)
-    of_four = Demand.of(recipe(*VLLM, "rollout.vllm.tensor_parallel_size=4"))
+    assert Demand.of(quickstart(*VLLM)) == whole(2, 1, 2)
+    of_four = Demand.of(quickstart(*VLLM, "rollout.vllm.tensor_parallel_size=4"))
     assert of_four == whole(2, 4, 2)
     assert describe_demand(of_four).startswith(
         "where there are any: 2 bundles of 4 GPUs (a replica), 1 of 2 GPUs (2 trainer ranks)"
     )
-    torch = Demand.of(recipe())
+    torch = Demand.of(quickstart())
     assert torch == whole(2, 1, 1, may_share=True, one_node=True)
     assert "at most one rank on each" in describe_demand(torch)
-    cpu = Demand.of(recipe("trainer.device=cpu", "rollout.torch.device=cpu"))
+    cpu = Demand.of(quickstart("trainer.device=cpu", "rollout.torch.device=cpu"))
     assert (cpu.num_gpus, describe_demand(cpu)) == (0, "none: everything computes on CPUs")
     assert plan_placement(cpu, [8]).rank_gpus == 0, "GPUs that nobody asked for are left alone"
 
@@ -195,16 +190,16 @@ def test_a_recipe_says_what_it_takes():
 def test_a_shared_gpu_takes_ipc_and_one_rank():
     shared = (*VLLM, "rollout.vllm.gpu_share=0.4")
     with pytest.raises(ConfigError, match=r"gpu_share=0\.4 with weights\.transport=collective(.|\n)*Duplicate GPU"):
-        recipe(*shared)
+        quickstart(*shared)
     with pytest.raises(ConfigError, match=r"trainer\.device=cpu"):
-        recipe(*shared, "weights.transport=ipc", "trainer.device=cpu")
-    found = place_run(recipe(*shared, "weights.transport=ipc"), [2])
+        quickstart(*shared, "weights.transport=ipc", "trainer.device=cpu")
+    found = place_run(quickstart(*shared, "weights.transport=ipc"), [2])
     assert words(found.bundles) == "2 bundles of 1 GPU (a replica and a trainer rank)"
     assert (found.replica_gpus, found.rank_gpus, found.shares_gpus) == (0.4, 0.6, True)
 
 
 def test_processes_that_turn_out_to_share_a_gpu_do_not_exchange_weights_over_nccl():
-    collective = recipe("weights.transport=collective")
+    collective = quickstart("weights.transport=collective")
     assert not place_run(collective, [3]).shares_gpus
     assert not place_run(collective, [0, 0]).shares_gpus
     with pytest.raises(ConfigError, match=r"transport=collective(.|\n)*share the 2 GPUs(.|\n)*transport=ipc"):
@@ -215,24 +210,22 @@ def test_processes_that_turn_out_to_share_a_gpu_do_not_exchange_weights_over_ncc
 def test_a_replica_takes_no_more_of_a_shared_gpu_than_its_share(section, memory):
     key = f"rollout.{section}"
     shared = (f"rollout.engine={section}", f"{key}.gpu_share=0.5", "weights.transport=ipc")
-    assert recipe(*shared).rollout.settings.memory_share == pytest.approx(0.425)
-    assert recipe(*shared, f"{key}.{memory}=0.5").rollout.settings.memory_share == 0.5
+    assert quickstart(*shared).rollout.settings.memory_share == pytest.approx(0.425)
+    assert quickstart(*shared, f"{key}.{memory}=0.5").rollout.settings.memory_share == 0.5
     with pytest.raises(ConfigError, match=rf"{memory}=0\.6 with {key}\.gpu_share=0\.5"):
-        recipe(*shared, f"{key}.{memory}=0.6")
+        quickstart(*shared, f"{key}.{memory}=0.6")
     with pytest.raises(ConfigError, match="one GPU only"):
-        recipe(*shared, f"{key}.tensor_parallel_size=2")
+        quickstart(*shared, f"{key}.tensor_parallel_size=2")
     for share in (0.01, 0.99):
         with pytest.raises(ConfigError, match=rf"{key}\.gpu_share between 0\.05 and 0\.95"):
-            recipe(*shared, f"{key}.gpu_share={share}")
+            quickstart(*shared, f"{key}.gpu_share={share}")
     with pytest.raises(ConfigError, match=rf"{key}\.gpu_share must be"):
-        recipe(*shared, f"{key}.gpu_share=0")
+        quickstart(*shared, f"{key}.gpu_share=0")
 
 
 def test_ranks_of_a_copy_of_the_model_share_a_node():
     words = ["trainer.num_ranks=12", "trainer.fsdp.shard_ranks=4", "trainer.device=cuda", "rollout.num_replicas=4"]
-    recipe = load_recipe(
-        QUICKSTART, [*words, "rollout.torch.device=cuda", "batch.groups_per_step=12", "weights.transport=collective"]
-    )
-    ranks = [bundle.num_ranks for bundle in place_run(recipe, [8, 8]).bundles if bundle.num_ranks]
+    words += ["rollout.torch.device=cuda", "batch.groups_per_step=12", "weights.transport=collective"]
+    ranks = [bundle.num_ranks for bundle in place_run(quickstart(*words), [8, 8]).bundles if bundle.num_ranks]
     assert sum(ranks) == 12
     assert all(number % 4 == 0 for number in ranks)

@@ -87,9 +87,8 @@ def test_where_slots_are_too_few_requests_take_turns():
 
 def test_processes_that_share_a_core_slow_each_other_down():
     """One core for a trainer and a replica that are both always busy: their times add up."""
-    alone = forecast(model(training_s=3.0, publish_s=0.11, loop_s=0, tokens=(400.0, 400.0)), max_lag=4)
-    shared = forecast(model(training_s=3.0, publish_s=0.11, loop_s=0, tokens=(400.0, 400.0), cores=1.0), max_lag=4)
-    enough = forecast(model(training_s=3.0, publish_s=0.11, loop_s=0, tokens=(400.0, 400.0), cores=2.0), max_lag=4)
+    busy = {"training_s": 3.0, "publish_s": 0.11, "loop_s": 0, "tokens": (400.0, 400.0)}
+    alone, shared, enough = (forecast(model(**busy, cores=cores), max_lag=4) for cores in (None, 1.0, 2.0))
     assert enough == alone
     assert shared.step_s > 1.3 * alone.step_s
 

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from asyncrl.commands.plan import combinations, main, probe
-from asyncrl.config.load import load_recipe
 from asyncrl.errors import ConfigError, RunFailed
 from asyncrl.plan import Scenario, read_costs, write_costs
 from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishCosts, TrainingCosts
@@ -19,7 +18,7 @@ from asyncrl.plan.fit import Traced, costs_of_run, measured, uncontended
 from asyncrl.plan.simulation import Simulation
 from asyncrl.report.run_files import read_run, read_spans
 from asyncrl.types.metrics import Metric
-from tests.make import QUICKSTART, ROOT
+from tests.make import QUICKSTART, ROOT, quickstart
 
 STEPS, START, STEP_S = 20, 1_700_000_000.0, 2.0
 LATENCY_S, TOKEN_S, SHARED_S, REST_S = 0.05, 0.004, 0.0002, 0.3
@@ -34,7 +33,7 @@ def run_directory(tmp_path):
     inside every other one."""
     directory = tmp_path / "made"
     directory.mkdir()
-    recipe = asdict(load_recipe(QUICKSTART, ["observability.trace_every_groups=1"]))
+    recipe = asdict(quickstart("observability.trace_every_groups=1"))
     (directory / "config.json").write_text(json.dumps({"name": "made", "recipe": recipe}))
     tokens = [10_000 + 500 * (step % 5) for step in range(STEPS)]
     trained = [0.25 + 2e-5 * n for n in tokens]
@@ -83,7 +82,7 @@ def run_directory(tmp_path):
 
 def fitted(directory: Path, cores: float | None = None) -> CostModel:
     run = read_run(directory)
-    return costs_of_run(run, Traced.of(read_spans(run)), Scenario.of(load_recipe(QUICKSTART, [])), cores)
+    return costs_of_run(run, Traced.of(read_spans(run)), Scenario.of(quickstart()), cores)
 
 
 def test_the_costs_of_a_run_are_found_again(run_directory):

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.config.threads import local_cores
 from asyncrl.driver import preflight
 from asyncrl.driver.preflight import check_packages, check_recipe, describe
 from asyncrl.errors import ConfigError, DataError
 from tests.environments import QWEN, tokenizer_with
-from tests.make import QUICKSTART
+from tests.make import quickstart
 
 MISTRAL = QWEN.replace("<tool_call>", "[TOOL_CALLS]")
 
@@ -29,7 +28,7 @@ def checked(tmp_path: Path):
             (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
         files = [f"data.train={tmp_path}/train.jsonl", f"data.eval.held_out={tmp_path}/test.jsonl"]
         overrides = (f"model.path={tmp_path}", *files, "data.max_prompt_tokens=450", *overrides)
-        recipe = load_recipe(QUICKSTART, list(overrides))
+        recipe = quickstart(*overrides)
         return [f"{label:<9} {text}" for label, text in describe(recipe, check_recipe(recipe, use_hub=False))]
 
     return call
@@ -187,11 +186,11 @@ def test_a_torch_without_cuda_beside_gpus_is_refused(monkeypatch, tmp_path, over
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    recipe = load_recipe(QUICKSTART, overrides)
+    recipe = quickstart(*overrides)
     if not refused:
         check_packages(recipe)
         return
     with pytest.raises(ConfigError, match=r"(?s)NVIDIA GPUs.*built without CUDA.*CUDA_VISIBLE_DEVICES"):
         check_packages(recipe)
     if recipe.trainer.device == "auto":
-        check_packages(load_recipe(QUICKSTART, ["rollout.torch.device=cpu"]), trains=False)
+        check_packages(quickstart("rollout.torch.device=cpu"), trains=False)

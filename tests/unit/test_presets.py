@@ -12,7 +12,7 @@ from asyncrl.algorithms.overlong import shaped_rewards
 from asyncrl.config.algorithm import AdvantageName, AlgorithmConfig, CorrectionName, OverlongConfig
 from asyncrl.config.load import load_recipe, presets
 from asyncrl.errors import ConfigError
-from tests.make import QUICKSTART, ROOT
+from tests.make import ROOT, quickstart
 
 FILES = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
 every_preset = pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
@@ -25,7 +25,7 @@ def test_all_of_them_are_there():
 
 @every_preset
 def test_it_loads_over_the_quickstart(file):
-    recipe = load_recipe(QUICKSTART, [f"algorithm.preset={file.stem}"])
+    recipe = quickstart(f"algorithm.preset={file.stem}")
     assert recipe.algorithm.preset == file.stem
 
 
@@ -65,7 +65,7 @@ def test_it_is_a_few_lines_and_names_its_paper(file):
 
 def test_a_misspelt_preset_gets_a_suggestion():
     with pytest.raises(ConfigError, match=r"did you mean dr_grpo\?"):
-        load_recipe(QUICKSTART, ["algorithm.preset=dr_grop"])
+        quickstart("algorithm.preset=dr_grop")
 
 
 def test_the_document_names_every_part_and_preset():
@@ -77,7 +77,7 @@ def test_the_document_names_every_part_and_preset():
 
 @every_preset
 def test_where_negative_advantages_could_weigh_without_bound_a_dual_clip_holds_them(file):
-    algorithm = load_recipe(QUICKSTART, [f"algorithm.preset={file.stem}"]).algorithm
+    algorithm = quickstart(f"algorithm.preset={file.stem}").algorithm
     held_otherwise = algorithm.loss != "clipped_surrogate" or "m2po" in [c.name for c in algorithm.corrections]
     assert algorithm.dual_clip == (0 if held_otherwise else 10 if file.stem == "dapo" else 3)
 

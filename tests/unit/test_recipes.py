@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.trainer.packing import PackingRules
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import GroupSummary, LeaseManifest, Lengths
-from tests.make import QUICKSTART, ROOT
+from tests.make import QUICKSTART, ROOT, quickstart
 
 
 def written(directory, text):
@@ -38,15 +38,15 @@ def test_layers_and_overrides_apply_in_order(tmp_path):
     [("sync", 0, "drain"), ("one_step_off", 1, "drain"), ("fully_async", 2, "abort_resume")],
 )
 def test_modes_are_presets(mode, max_lag, interrupt):
-    recipe = load_recipe(QUICKSTART, [f"mode={mode}", "staleness.pacing=just_in_time", "weights.overlap=true"])
+    recipe = quickstart(f"mode={mode}", "staleness.pacing=just_in_time", "weights.overlap=true")
     assert (recipe.max_lag, recipe.interrupt) == (max_lag, interrupt)
     is_free = mode == "fully_async"
     assert recipe.overlaps_publish == is_free
-    assert load_recipe(QUICKSTART, [f"mode={mode}"]).overlaps_publish == is_free, "the default"
-    assert not load_recipe(QUICKSTART, [f"mode={mode}", "weights.overlap=false"]).overlaps_publish
+    assert quickstart(f"mode={mode}").overlaps_publish == is_free, "the default"
+    assert not quickstart(f"mode={mode}", "weights.overlap=false").overlaps_publish
     asked = recipe.placed(ranks_on_gpus=True, replicas_on_gpus=True, stages=True)
     assert asked.overlaps_publish == is_free, "as it is asked"
-    by_default = load_recipe(QUICKSTART, [f"mode={mode}"])
+    by_default = quickstart(f"mode={mode}")
     placed = [
         by_default.placed(ranks_on_gpus=ranks, replicas_on_gpus=replicas, stages=True)
         for ranks, replicas in ((False, False), (False, True), (True, False))
@@ -57,12 +57,12 @@ def test_modes_are_presets(mode, max_lag, interrupt):
     assert not cannot.weights.stage, "an engine that cannot"
     long_publish = ["weights.publish_timeout_s=600", f"mode={mode}"]
     if not is_free:  # no request waits at a gate
-        load_recipe(QUICKSTART, long_publish)
+        quickstart(*long_publish)
     assert (recipe.pacing == "just_in_time", recipe.empties_queue) == (is_free, not is_free)
 
 
 def test_a_publish_is_due_every_so_many_steps_and_at_the_end():
-    recipe = load_recipe(QUICKSTART, ["staleness.publish_every_steps=3", "run.max_steps=8"])
+    recipe = quickstart("staleness.publish_every_steps=3", "run.max_steps=8")
     assert [step for step in range(1, 9) if recipe.publishes_after(step)] == [3, 6, 8]
 
 
@@ -98,7 +98,7 @@ def test_a_publish_is_due_every_so_many_steps_and_at_the_end():
 )
 def test_bad_input_says_what_to_do(override, found, do):
     with pytest.raises(ConfigError) as caught:
-        load_recipe(QUICKSTART, [override])
+        quickstart(override)
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("asked: ")
     assert lines[1].startswith("found: ")
@@ -147,7 +147,7 @@ BASELINE = "algorithm.advantage=reinforce_plus_plus"
 )
 def test_what_can_never_be_meant_is_refused(overrides, found):
     with pytest.raises(ConfigError) as caught:
-        load_recipe(QUICKSTART, overrides)
+        quickstart(*overrides)
     assert found in str(caught.value).splitlines()[1]
 
 
@@ -163,7 +163,7 @@ def test_what_can_never_be_meant_is_refused(overrides, found):
     ],
 )
 def test_what_looks_like_it_and_has_a_use_is_not(overrides):
-    load_recipe(QUICKSTART, overrides)
+    quickstart(*overrides)
 
 
 TOOLS = ["rollout.environment=tool_use", "rollout.tool_use.max_turns=3", "rollout.agent.max_turns=2"]
@@ -184,11 +184,11 @@ TOOLS = ["rollout.environment=tool_use", "rollout.tool_use.max_turns=3", "rollou
 )
 def test_the_longest_response_is_that_of_all_turns(overrides, longest):
     """The soft penalty and the divisor of aggregation fixed go by the whole trajectory."""
-    recipe = load_recipe(QUICKSTART, [*overrides, "algorithm.aggregation=fixed"])
+    recipe = quickstart(*overrides, "algorithm.aggregation=fixed")
     assert recipe.longest_response_tokens == longest
     assert PackingRules.of(recipe).fixed_tokens == longest
     overlong = ["algorithm.overlong.buffer_tokens=20", "algorithm.overlong.penalty=1"]
-    penalised = load_recipe(QUICKSTART, [*overrides, *overlong])
+    penalised = quickstart(*overrides, *overlong)
     plans = StepPlanner(replace(penalised, algorithm=replace(penalised.algorithm, advantage="dr_grpo"))).plan(
         LeaseManifest(0, (group_of(longest - 20, longest - 10, longest),))
     )
@@ -236,7 +236,7 @@ def test_lengths_that_are_not_set_follow_from_the_limits(tmp_path, overrides, le
 @pytest.mark.parametrize("kind", ["population", "sample"])
 def test_the_planner_divides_by_the_standard_deviation_of_the_recipe(kind):
     overlong = ["algorithm.overlong.buffer_tokens=64", "algorithm.overlong.penalty=1"]  # rewards that differ
-    recipe = load_recipe(QUICKSTART, [f"algorithm.group_std={kind}", *overlong])
+    recipe = quickstart(f"algorithm.group_std={kind}", *overlong)
     (plan,) = StepPlanner(recipe).plan(LeaseManifest(0, (group_of(0, 64),)))
     found = {s.index: s.advantage for run in plan.microbatches for s in run}
     assert found[0] == -found[1] == pytest.approx(1 if kind == "population" else 0.5**0.5, rel=1e-4)
@@ -292,7 +292,7 @@ def test_recipes_of_real_size_fit_their_gpus(name, overrides, parameters):
 
 
 def test_off_is_a_word_where_a_key_has_it_among_its_choices(tmp_path):
-    assert load_recipe(QUICKSTART, ["weights.verify=off"]).weights.verify == "off"
+    assert quickstart("weights.verify=off").weights.verify == "off"
     text = f"base: {QUICKSTART}\nweights: {{verify: off}}\ndata: {{shuffle: off}}"
     loaded = load_recipe(written(tmp_path, text), [])
     assert (loaded.weights.verify, loaded.data.shuffle) == ("off", False)
@@ -395,14 +395,12 @@ OVER_MEGATRON = [
 @pytest.mark.parametrize(
     ("name", "overrides", "parameters", "lines"),
     [
-        ("dapo_qwen_megatron", [], 32.8e9, ["layout    tensor 8 x pipeline 1 x 2 copies", "memory    each rank: 45."]),
-        ("grpo_qwen3_30b_a3b", OVER_MEGATRON, 30.5e9, ["experts over 8 x 1", "memory    stage 0 of 2: 4", "stage 1: "]),
+        ("dapo_qwen_megatron", [], 32.8e9, ["layout tensor 8 x pipeline 1 x 2 copies", "memory each rank: 45."]),
+        ("grpo_qwen3_30b_a3b", OVER_MEGATRON, 30.5e9, ["experts over 8 x 1", "memory stage 0 of 2: 4", "stage 1: "]),
     ],
 )
-def test_a_dry_run_prints_memory_and_buckets(name, overrides, parameters, lines, hub_cache, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert cli.main([f"recipes/{name}.yaml", *overrides, "--dry-run"]) == 0
-    plan = capsys.readouterr().out
+def test_a_dry_run_prints_memory_and_buckets(name, overrides, parameters, lines, hub_cache, dry_run):
+    plan = dry_run(name, *overrides)
     assert "the recipe is valid" in plan
     for line in lines:
         assert line in plan
@@ -494,7 +492,7 @@ def test_only_gpus_that_may_be_seen_count(tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\necho '0, GPU-small, 8192'\necho '1, GPU-large, 81920'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    recipe = load_recipe(QUICKSTART, [])
+    recipe = quickstart()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpu_bytes(recipe) == 8 * GIB
     for named in ("1", "GPU-large"):
@@ -522,23 +520,23 @@ def test_recipes_of_real_size_pass_a_dry_run(name, dry_run):
 
 
 def test_experts_are_replayed_by_the_backend_that_can():
-    assert load_recipe(QUICKSTART, ["trainer.router_replay=rollout"]).kept_arrays == ("experts",)
+    assert quickstart("trainer.router_replay=rollout").kept_arrays == ("experts",)
     with pytest.raises(ConfigError, match=r"router_replay=rollout with trainer\.compile"):
-        load_recipe(QUICKSTART, ["trainer.router_replay=rollout", "trainer.compile=true"])
-    load_recipe(QUICKSTART, ["trainer.router_replay=rollout", "trainer.backend=megatron"])
+        quickstart("trainer.router_replay=rollout", "trainer.compile=true")
+    quickstart("trainer.router_replay=rollout", "trainer.backend=megatron")
     sglang = ["trainer.router_replay=rollout", "rollout.engine=sglang", "rollout.sglang.stream_interval=1"]
     for interrupt in ("keep", "abort_resume"):
-        settings = load_recipe(QUICKSTART, [*sglang, f"rollout.interrupt={interrupt}"]).rollout.sglang
+        settings = quickstart(*sglang, f"rollout.interrupt={interrupt}").rollout.sglang
         assert (settings.record_experts, settings.disable_overlap_schedule) == (True, interrupt == "keep")
     vllm = ["trainer.router_replay=rollout", "rollout.engine=vllm"]
-    assert load_recipe(QUICKSTART, vllm).rollout.vllm.record_experts
+    assert quickstart(*vllm).rollout.vllm.record_experts
     with pytest.raises(ConfigError, match=r"prefix cache"):
-        load_recipe(QUICKSTART, [*vllm, "rollout.vllm.enable_prefix_caching=false"])
+        quickstart(*vllm, "rollout.vllm.enable_prefix_caching=false")
 
 
 def test_sets_are_kept_where_they_are_bounded():
     keeps = ["rollout.sampling.keep_sets=true", "rollout.sampling.top_p=0.9"]
-    recipe = load_recipe(QUICKSTART, [*keeps, "rollout.sampling.top_k=64"])
+    recipe = quickstart(*keeps, "rollout.sampling.top_k=64")
     assert recipe.kept_arrays == ("kept_ids", "kept_ids of 64")
     for wrong, found in (
         ((), "nothing bounds the set"),
@@ -546,4 +544,4 @@ def test_sets_are_kept_where_they_are_bounded():
         (("rollout.sampling.top_k=8", "trainer.backend=megatron"), "only backend fsdp"),
     ):
         with pytest.raises(ConfigError, match=found):
-            load_recipe(QUICKSTART, [*keeps, *wrong])
+            quickstart(*keeps, *wrong)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.driver.cluster.placement import Demand
@@ -20,7 +19,7 @@ from asyncrl.inference.remote.vllm_facts import ServerFacts
 from asyncrl.types import CollectiveSource, DiskSource, IpcSource, ModelFacts, PartsSource, TensorSpec
 from asyncrl.weights.plan import make_manifest
 from asyncrl_testing.engine_client import make_request
-from tests.make import QUICKSTART
+from tests.make import quickstart
 
 COMMON = {"endpoint": "tcp://127.0.0.1:5", "bucket_bytes": 4096, "num_receivers": 2, "epoch": 2**62, "key": "k" * 40}
 DISK = DiskSource(**COMMON, directory="/shared/publishes")
@@ -138,19 +137,15 @@ REMOTE = ("rollout.engine=remote", "rollout.num_replicas=2", "rollout.remote.url
 RELOAD = (*REMOTE, "rollout.remote.weights=reload")
 
 
-def recipe(*overrides):
-    return load_recipe(QUICKSTART, list(overrides))
-
-
 def test_each_replica_has_the_server_of_its_number():
-    rollout = recipe(*REMOTE, "weights.transport=collective", "rollout.max_replicas=2").rollout
+    rollout = quickstart(*REMOTE, "weights.transport=collective", "rollout.max_replicas=2").rollout
     assert [rollout.of_replica(i).remote.urls for i in range(2)] == [["http://a:8000"], ["https://b/vllm"]]
     assert rollout.of_replica(1).max_model_len == rollout.max_model_len
     assert RolloutConfig().of_replica(1) == RolloutConfig()
 
 
 def test_replicas_take_no_gpu_of_the_cluster():
-    demand = Demand.of(recipe(*REMOTE, "weights.transport=collective", "trainer.device=cuda"))
+    demand = Demand.of(quickstart(*REMOTE, "weights.transport=collective", "trainer.device=cuda"))
     assert (demand.replica_gpus, demand.rank_gpus, demand.num_gpus) == (0, 1, 1)
 
 
@@ -176,7 +171,7 @@ def test_replicas_take_no_gpu_of_the_cluster():
 )
 def test_settings_that_no_server_can_serve_are_refused(overrides, said):
     with pytest.raises(ConfigError, match=said):
-        recipe(*overrides)
+        quickstart(*overrides)
 
 
 @pytest.mark.parametrize(

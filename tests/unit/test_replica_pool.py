@@ -10,10 +10,11 @@ from asyncrl.driver.fleet.membership import AWAY_AFTER, PoolSettings
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, ProcessDied, RunFailed
 from asyncrl.inference.replica import Replica
+from tests.waiting import until
 
 
 class Control:
-    """One process. `stopped`: it answers nothing until `go_on`; `renewed`: the controls that followed this one."""
+    """One process. `runs`: not set while it is stopped, and answers nothing. `renewed`: the controls that followed."""
 
     def __init__(self, replica_id):
         self.replica_id = replica_id
@@ -23,12 +24,6 @@ class Control:
         self.renewed = []
         self.may_start, self.runs = asyncio.Event(), asyncio.Event()
         self.may_start.set()
-        self.runs.set()
-
-    def stop_it(self):
-        self.runs.clear()
-
-    def go_on(self):
         self.runs.set()
 
     async def placed(self, timeout_s):
@@ -173,12 +168,6 @@ async def watched(pool):
     await settled()
     assert not watching.done(), "the run goes on"
     return watching
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_replicas_are_members_once_they_are_up_and_newcomers_until_they_are_committed():
@@ -485,12 +474,12 @@ LATE = DeadlineExceeded("no answer within 1 s")
 async def test_a_late_replica_is_set_aside_and_rejoins_as_a_newcomer_that_has_forgotten_everything(begun):
     rig, pool = await begun(rejoin_timeout_s=5)
     late = rig.made[0]
-    late.stop_it()
+    late.runs.clear()
     await rig.fail(0, LATE)
     assert (list(pool.members), pool.newcomers, rig.retired, late.killed) == ([1], {}, [0], 0)
     pool.fail(0, late, ProcessDied("who still holds the former control is not heard"))
     assert await pool.committed({0: late, 1: rig.made[1]}) == 1, "what it had committed before does not count"
-    late.go_on()
+    late.runs.set()
     await until(lambda: len(pool.members) == 2)
     back = pool.members[0]
     assert (late.renewed, late.calls, list(pool.newcomers)) == ([back], [("reset", 1)], [0])
@@ -503,7 +492,7 @@ async def test_a_late_replica_is_set_aside_and_rejoins_as_a_newcomer_that_has_fo
 
 async def test_a_replica_that_stays_late_is_replaced_when_its_time_is_over(begun):
     rig, pool = await begun(rejoin_timeout_s=0.05, health_timeout_s=0.02)
-    rig.made[0].stop_it()
+    rig.made[0].runs.clear()
     pool.fail(0, rig.made[0], LATE)
     await until(lambda: len(pool.members) == 2)
     assert (rig.made[0].killed, pool.newcomers) == (1, {0: rig.made[2]})
@@ -544,7 +533,7 @@ async def test_what_goes_wrong_but_answers_is_replaced_although_late_ones_may_re
 
 async def test_a_pool_that_stops_does_not_wait_for_a_suspended_replica(begun):
     rig, pool = await begun(rejoin_timeout_s=3600)
-    rig.made[0].stop_it()
+    rig.made[0].runs.clear()
     await rig.fail(0, LATE)
     await asyncio.wait_for(pool.stop(1), 5)
     assert [c.killed for c in rig.made] == [1, 1]
@@ -567,13 +556,13 @@ async def test_replacements_count_only_as_long_as_the_window(begun):
 
 async def test_a_client_that_is_gone_is_forgotten_by_all_also_by_one_that_was_suspended(begun):
     rig, pool = await begun(num=3, rejoin_timeout_s=5, health_timeout_s=0.05)
-    rig.made[0].stop_it()
+    rig.made[0].runs.clear()
     pool.fail(0, rig.made[0], LATE)
-    rig.made[1].stop_it()
+    rig.made[1].runs.clear()
     await asyncio.wait_for(pool.forget_client("rollouter-1"), 5)
     assert [c.calls for c in rig.made] == [[], [], [("forget", "rollouter-1")]]
     assert 1 in pool.members, "the health watch finds it"
-    rig.made[0].go_on()
+    rig.made[0].runs.set()
     await until(lambda: len(pool.members) == 3)
     assert rig.made[0].calls == [("reset", 1), ("forget", "rollouter-1")]
 
@@ -583,11 +572,11 @@ async def test_a_fence_makes_newcomers_of_all_and_the_next_publish_announces_the
     pool = await rig.begin()
     rig.listen_error = ProcessDied("the former rollouter is gone")
     await rig.fail(1, ProcessDied("gone"))
-    rig.made[0].stop_it()
+    rig.made[0].runs.clear()
     fencing = asyncio.create_task(pool.fence())
     await settled()
     assert pool.serving == {}, "at once, whatever the replicas take"
-    rig.made[0].go_on()
+    rig.made[0].runs.set()
     await asyncio.wait_for(fencing, 5)
     assert [c.calls for c in rig.made] == [[("reset", 1)], [], [("reset", 2)]]
     assert pool.newcomers == {0: rig.made[0], 1: rig.made[2]}
@@ -599,7 +588,7 @@ async def test_a_fence_makes_newcomers_of_all_and_the_next_publish_announces_the
 
 async def test_a_replica_that_a_fence_finds_late_is_suspended(begun):
     rig, pool = await begun(rejoin_timeout_s=5, health_timeout_s=0.02)
-    rig.made[0].stop_it()
+    rig.made[0].runs.clear()
     await asyncio.wait_for(pool.fence(), 5)
     assert (list(pool.newcomers), rig.kinds) == ([1], ["replica_suspended"])
 
@@ -669,13 +658,13 @@ async def test_a_leased_replica_that_fails_is_replaced_and_the_rollout_side_is_t
 async def test_a_leased_replica_that_is_late_is_suspended_and_comes_back_as_a_newcomer(begun):
     rig, pool = await begun(rejoin_timeout_s=5, health_timeout_s=0.05)
     leases = await pool.lease(1)
-    rig.made[1].stop_it()
+    rig.made[1].runs.clear()
     await pool.stats()
     await settled()
     assert (pool.those("leased"), sorted(pool.members)) == ({}, [0])
     assert rig.tables[-1].rows[1].state == "suspended"
     await pool.end_lease(leases)
-    rig.made[1].go_on()
+    rig.made[1].runs.set()
     await pool.wait_member(5)
     await until(lambda: pool.newcomers)
     assert len(rig.made) == 2

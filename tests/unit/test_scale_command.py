@@ -17,6 +17,7 @@ from asyncrl.driver.fleet.fleet_size import FleetLimits, FleetSize
 from asyncrl.driver.scale_requests import ScaleDesk, ask
 from asyncrl.errors import ConfigError, DeadlineExceeded
 from asyncrl.types import FleetReport, ReplicaRow, ReplicaTable
+from tests.waiting import wait_until
 
 
 class Pool:
@@ -52,13 +53,6 @@ def run_dir(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / ".lock").write_text(str(os.getpid()))
     return tmp_path
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @contextmanager

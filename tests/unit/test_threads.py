@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.load import load_recipe
 from asyncrl.config.threads import local_cores, rank_threads, trainer_threads
 from asyncrl.driver import actors
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from tests.make import QUICKSTART
+from tests.make import quickstart
 
 MODES = st.sampled_from(["sync", "one_step_off", "fully_async"])
 COUNTS = {
@@ -50,7 +49,7 @@ def test_cores_are_used_and_none_twice(mode, counts):
     ],
 )
 def test_a_recipe_divides_the_cores_of_a_node(overrides, cores, num_nodes, threads):
-    recipe = load_recipe(QUICKSTART, overrides)
+    recipe = quickstart(*overrides)
     assert trainer_threads(recipe, cores=cores, num_nodes=num_nodes) == threads
     resumed = replace(recipe, run=replace(recipe.run, max_steps=7), resume="auto")
     assert trainer_threads(resumed, cores=cores, num_nodes=num_nodes) == threads
@@ -70,14 +69,14 @@ def test_a_recipe_divides_the_cores_of_a_node(overrides, cores, num_nodes, threa
     ],
 )
 def test_ranks_with_gpus_divide_the_cores_of_the_node_that_they_fill(overrides, node_gpus, threads):
-    recipe = load_recipe(QUICKSTART, ["mode=fully_async", "rollout.engine=vllm", *overrides])
+    recipe = quickstart("mode=fully_async", "rollout.engine=vllm", *overrides)
     assert trainer_threads(recipe, cores=96, num_nodes=2, node_gpus=node_gpus) == threads
 
 
 @pytest.mark.parametrize("key", ["trainer.num_threads", "rollout.torch.num_threads"])
 def test_no_threads_are_refused(key):
     with pytest.raises(ConfigError, match=f"{key}=0"):
-        load_recipe(QUICKSTART, [f"{key}=0"])
+        quickstart(f"{key}=0")
 
 
 def test_cores_are_those_that_this_process_may_use():
@@ -104,6 +103,6 @@ def test_the_threads_of_ranks_follow_the_nodes_that_they_may_be_on(monkeypatch):
     ids=str,
 )
 def test_threads_that_wait_spin_only_where_replicas_are_idle(keys, spins):
-    spec = TrainerSpec.of(load_recipe(QUICKSTART, keys))
+    spec = TrainerSpec.of(quickstart(*keys))
     assert ("GOMP_SPINCOUNT" in spec.environment) == spins
     assert spec.environment["OMP_WAIT_POLICY"] == "PASSIVE"

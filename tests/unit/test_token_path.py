@@ -15,14 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.load import load_recipe
 from asyncrl.inference.cpu_time import CpuTime
 from asyncrl.inference.replica import Outbox
 from asyncrl.remote.garbage import PauselessCollector
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.replica_link import COLLECT_S, COLLECT_SHARE, collection_interval_s
 from asyncrl.types import TokenChunk
-from tests.make import QUICKSTART, begun
+from tests.make import begun, quickstart
 
 
 @st.composite
@@ -174,7 +173,7 @@ def test_collections_take_a_bounded_share_of_the_process(num_busy, shortest_s):
     ],
 )
 def test_a_turn_that_the_next_one_waits_for_is_collected_soon(overrides, expected_s):
-    assert load_recipe(QUICKSTART, overrides).rollout.poll_every_s == expected_s
+    assert quickstart(*overrides).rollout.poll_every_s == expected_s
 
 
 class Cycle:

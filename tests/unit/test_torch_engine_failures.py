@@ -9,13 +9,12 @@ import pytest_asyncio
 import torch
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError
-from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.inference.torch_engine.runner import check_architecture
 from asyncrl.types import GenerationRequest, IpcSource, Manifest, SamplingParams
 from asyncrl_testing.engine_suite import Client, complete, make_request, within
 from asyncrl_testing.random_model import write_random_qwen3
+from tests.engines import running, torch_engine
 from tests.make import begun
 
 SOURCE = IpcSource(
@@ -29,17 +28,14 @@ def model_path(tmp_path_factory):
     return write_random_qwen3(tmp_path_factory.mktemp("model"), **small)
 
 
-def make_engine(path, *, real=True, **settings):
-    config = TorchEngineConfig(**{"num_slots": 4, "max_model_len": 128, "device": "cpu"} | settings)
-    return TorchEngine(ModelConfig(path=str(path)), config, load_real_weights=real)
+def make_engine(path, **settings):
+    return torch_engine(path, **{"real": True, "num_slots": 4, "max_model_len": 128} | settings)
 
 
 @pytest_asyncio.fixture
 async def engine(model_path):
-    engine = make_engine(model_path)
-    await within(engine.start())
-    yield engine
-    await within(engine.stop())
+    async with running(make_engine(model_path)) as engine:
+        yield engine
 
 
 def poison(engine):
@@ -86,17 +82,15 @@ async def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
 
 
 async def test_without_a_version_nothing_is_sampled(model_path):
-    engine = make_engine(model_path, real=False)
-    await within(engine.start())
-    client = Client(engine, make_request(max_tokens=8))
-    await asyncio.sleep(0.05)
-    assert (engine.health().version, engine.health().waiting, client.chunks) == (None, 1, [])
-    await within(engine.commit(None))
-    await asyncio.sleep(0.05)
-    assert client.chunks == []
-    await within(engine.commit(5))
-    assert (await client.done()).versions == [5] * 8
-    await within(engine.stop())
+    async with running(make_engine(model_path, real=False)) as engine:
+        client = Client(engine, make_request(max_tokens=8))
+        await asyncio.sleep(0.05)
+        assert (engine.health().version, engine.health().waiting, client.chunks) == (None, 1, [])
+        await within(engine.commit(None))
+        await asyncio.sleep(0.05)
+        assert client.chunks == []
+        await within(engine.commit(5))
+        assert (await client.done()).versions == [5] * 8
 
 
 async def test_calls_before_start_and_a_second_start_are_refused(model_path, engine):
@@ -138,11 +132,9 @@ async def test_a_request_id_in_flight_is_refused(engine):
 
 
 async def test_chunks_have_the_configured_size(model_path):
-    engine = make_engine(model_path, chunk_tokens=7)
-    await within(engine.start())
-    client = await complete(engine, max_tokens=16)
-    assert [len(chunk.token_ids) for chunk in client.chunks] == [7, 7, 2]
-    await within(engine.stop())
+    async with running(make_engine(model_path, chunk_tokens=7)) as engine:
+        client = await complete(engine, max_tokens=16)
+        assert [len(chunk.token_ids) for chunk in client.chunks] == [7, 7, 2]
 
 
 async def test_weights_are_not_received_while_sampling(engine):
@@ -151,18 +143,17 @@ async def test_weights_are_not_received_while_sampling(engine):
 
 
 async def test_a_resumed_response_does_not_wait_behind_those_that_have_no_token_yet(model_path):
-    engine, ended = make_engine(model_path, num_slots=1), []
-    await within(engine.start())
-    await within(engine.pause("abort"))
-    clients = [Client(engine, make_request(max_tokens=4, first_position=first)) for first in (0, 0, 9, 3)]
-    for i, client in enumerate(clients):
-        client.task.add_done_callback(lambda _, i=i: ended.append(i))
-    await asyncio.sleep(0.1)
-    await within(engine.resume())
-    for client in clients:
-        await client.done()
-    assert ended == [2, 3, 0, 1]
-    await within(engine.stop())
+    ended = []
+    async with running(make_engine(model_path, num_slots=1)) as engine:
+        await within(engine.pause("abort"))
+        clients = [Client(engine, make_request(max_tokens=4, first_position=first)) for first in (0, 0, 9, 3)]
+        for i, client in enumerate(clients):
+            client.task.add_done_callback(lambda _, i=i: ended.append(i))
+        await asyncio.sleep(0.1)
+        await within(engine.resume())
+        for client in clients:
+            await client.done()
+        assert ended == [2, 3, 0, 1]
 
 
 async def test_resume_ends_a_drain_that_it_overtakes(engine):

@@ -30,6 +30,13 @@ def logits_of(*probabilities):
     return torch.tensor([probabilities], dtype=torch.float32).log()
 
 
+def assert_sampled(logits, settings, token, probability):
+    """This token is drawn, with the logarithm of this probability."""
+    ids, logprobs = sample(logits, settings)
+    assert ids.tolist() == [token]
+    assert logprobs.item() == pytest.approx(np.log(probability), abs=1e-6)
+
+
 def test_the_stream_is_the_same_in_every_release():
     """A checkpoint resumed with another version of this package must go on with the same stream."""
     drawn = uniforms(keys(0, 1, -1, 2**70), np.array([0, 1, 2, 2**40]))
@@ -65,9 +72,7 @@ def test_draws_are_uniform_and_uncorrelated(axis):
     ("draw", "token"), [(0.0, 0), (0.0999, 0), (0.1001, 2), (0.3999, 2), (0.4001, 3), (1 - 2**-52, 3)]
 )
 def test_a_draw_picks_by_inverse_cdf_and_never_an_impossible_token(draw, token):
-    ids, logprobs = sample(logits_of(0.1, 0.0, 0.3, 0.6, 0.0), rows(1, draws=draw))
-    assert ids.tolist() == [token]
-    assert logprobs.item() == pytest.approx(np.log([0.1, 0, 0.3, 0.6, 0][token]), abs=1e-6)
+    assert_sampled(logits_of(0.1, 0.0, 0.3, 0.6, 0.0), rows(1, draws=draw), token, [0.1, 0, 0.3, 0.6, 0][token])
 
 
 def test_a_draw_on_the_edge_skips_an_impossible_token():
@@ -79,23 +84,18 @@ def test_top_k_then_top_p_renormalise():
     logits = logits_of(0.4, 0.3, 0.2, 0.1)
     # top_k=3 leaves 4/9, 3/9, 2/9; top_p=0.5 then needs the first two: 4/7 and 3/7.
     for draw, token in [(0.57, 0), (0.58, 1), (0.9999, 1)]:
-        ids, logprobs = sample(logits, rows(1, top_k=3, top_p=0.5, draws=draw))
-        assert ids.tolist() == [token]
-        assert logprobs.item() == pytest.approx(np.log([4 / 7, 3 / 7][token]), abs=1e-6)
+        assert_sampled(logits, rows(1, top_k=3, top_p=0.5, draws=draw), token, [4 / 7, 3 / 7][token])
     # Top-p alone at 0.5 needs 0.4 + 0.3 as well; at 0.4 the first token is enough.
     assert sample(logits, rows(1, top_p=0.39, draws=0.99))[0].tolist() == [0]
 
 
 def test_temperature_scales_before_the_filters():
-    ids, logprobs = sample(logits_of(0.8, 0.2), rows(1, temperature=0.5, draws=0.97))
-    assert ids.tolist() == [1]
-    assert logprobs.item() == pytest.approx(np.log(0.04 / 0.68), abs=1e-5)
+    assert_sampled(logits_of(0.8, 0.2), rows(1, temperature=0.5, draws=0.97), 1, 0.04 / 0.68)
 
 
 def test_greedy_ignores_draw_and_filters_and_reports_temperature_one():
-    ids, logprobs = sample(logits_of(0.2, 0.5, 0.3), rows(1, temperature=0.0, top_k=1, top_p=0.1, draws=0.0))
-    assert ids.tolist() == [1]
-    assert logprobs.item() == pytest.approx(np.log(0.5), abs=1e-6)
+    settings = rows(1, temperature=0.0, top_k=1, top_p=0.1, draws=0.0)
+    assert_sampled(logits_of(0.2, 0.5, 0.3), settings, 1, 0.5)
 
 
 @settings(max_examples=50, deadline=None)
@@ -127,10 +127,9 @@ def barring(settings, *tokens):
 def test_a_barred_token_is_not_drawn_and_its_probability_goes_to_the_others(temperature):
     logits = logits_of(0.1, 0.6, 0.3)
     for draw, token in [(0.2499, 0), (0.2501, 2)]:
-        ids, logprobs = sample(logits, barring(rows(1, temperature=temperature, draws=draw), 1))
         expected = 2 if temperature == 0 else token
-        assert ids.tolist() == [expected]
-        assert logprobs.item() == pytest.approx(np.log([0.25, 0, 0.75][expected]), abs=1e-6)
+        settings = barring(rows(1, temperature=temperature, draws=draw), 1)
+        assert_sampled(logits, settings, expected, [0.25, 0, 0.75][expected])
     assert logits.isfinite().all()  # the caller's logits are left alone
 
 
@@ -138,9 +137,7 @@ def test_tokens_are_barred_before_the_filters_count_them():
     logits = logits_of(0.4, 0.3, 0.2, 0.1)
     # Without token 0, top_k=2 leaves tokens 1 and 2: 3/5 and 2/5; of those top_p=0.5 leaves token 1.
     for top_p, draw, token, probability in [(1.0, 0.59, 1, 0.6), (1.0, 0.61, 2, 0.4), (0.5, 0.99, 1, 1.0)]:
-        ids, logprobs = sample(logits, barring(rows(1, top_k=2, top_p=top_p, draws=draw), 0))
-        assert ids.tolist() == [token]
-        assert logprobs.item() == pytest.approx(np.log(probability), abs=1e-6)
+        assert_sampled(logits, barring(rows(1, top_k=2, top_p=top_p, draws=draw), 0), token, probability)
 
 
 def test_barred_ids_outside_the_vocabulary_mean_nothing():

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.load import load_recipe
 from asyncrl.queue.masking import StoredGroup, mask_older, summarize
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.rank_device import RankDevice
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import TrainerWorker
 from asyncrl.types import LeaseManifest
-from tests.make import QUICKSTART, group
+from tests.make import group, quickstart
 
 
 class _Backend:
@@ -32,7 +31,7 @@ def _plan(*groups, step=2):
 @pytest.fixture
 def worker():
     """`ahead`: what the queue has foreseen; `asked`: what was fetched."""
-    recipe = load_recipe(QUICKSTART, [])
+    recipe = quickstart()
     asked, ahead = [], {}
 
     def fetch(keys):
@@ -106,7 +105,7 @@ def test_a_rank_beside_a_gpu_has_its_threads_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(torch.cuda, "set_device", stop)
-    recipe = load_recipe(QUICKSTART, ["trainer.device=cuda:0"])
+    recipe = quickstart("trainer.device=cuda:0")
     with pytest.raises(Enough):
         RankDevice(TrainerSpec.of(recipe, num_threads=11), 0).join("127.0.0.1", 1, 1.0)
     assert asked == [11]

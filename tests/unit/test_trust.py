@@ -16,10 +16,9 @@ from asyncrl.commands.evaluate import _parser, load_evaluation
 from asyncrl.commands.evaluate import main as evaluate
 from asyncrl.commands.export import main as export
 from asyncrl.commands.export import model_of
-from asyncrl.config.load import load_recipe
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
-from tests.make import QUICKSTART
+from tests.make import quickstart
 
 REACHES = {
     "model.trust_remote_code": True,
@@ -52,7 +51,7 @@ def run(tmp_path):
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(render_state(RunState(3, 1.0, 1, 2, 1, 0, True, "digest")))
     seal(checkpoint)
-    recipe = asdict(load_recipe(QUICKSTART, [f"model.path={tmp_path / 'model'}"]))
+    recipe = asdict(quickstart(f"model.path={tmp_path / 'model'}"))
     return tmp_path / "run", recipe
 
 
