@@ -30,11 +30,11 @@ _CALL = {"type": "function", "id": "call73910", "function": {"name": "tool7391",
 _ASKED: list[Message] = [{"role": "user", "content": QUESTION}]
 _SAID: list[Message] = [*_ASKED, {"role": "assistant", "content": REPLY}]
 
-TEXT_ALONE = "{% for m in messages %}{{ m.content }}{% if not loop.last %}\n{% endif %}{% endfor %}"
+TEXT_ALONE = "{% for m in messages %}{{ m.content }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
 """The template of `model.chat_template=none`."""
 _USED = {"role", "content", "tool_calls", "tool_call_id"}
 """Fields of messages that are rendered, in words at least, whatever the template."""
-_MARKUP = re.compile(r"(<[^<>\s]*>|\[[^\[\]\s]*\]|\S+)\s*$")
+_MARKUP = re.compile(r"(<[^<>\s]*>|\[[^\[\]\s]*\])\s*$")
 
 
 class ChatTemplate:
@@ -119,10 +119,10 @@ class ChatTemplate:
         before, found, after = shown.partition(_THOUGHT)
         marks = Thinking()
         if found and REPLY in after:
+            # Behind the generation prompt; if that ends with the mark itself, the last markup.
             opening = before.removeprefix(begun).strip() if before.startswith(begun) else ""
-            closing = after.partition(REPLY)[0].strip()
             last = _MARKUP.search(before)
-            marks = Thinking(opening or (last[1] if last else ""), closing)
+            marks = Thinking(opening or (last[0].strip() if last else ""), after.partition(REPLY)[0].strip())
         if not marks.opening or not marks.closing:
             marks = Thinking()
         turn = begun.removeprefix(_shared(begun, self._rendered(_ASKED)))
@@ -166,7 +166,11 @@ class ChatTemplate:
 
     def _require_said(self, message: Message, text: str, asked: str) -> None:
         """Raises DataError: a template that skips unknown roles, for instance, has left out the message."""
-        self.unused |= {name for name in message.keys() - _USED if not re.search(rf"\b{re.escape(name)}\b", self.text)}
+        for name in message.keys() - _USED:
+            value = message[name]
+            is_shown = value.strip() in text if isinstance(value, str) else name in self.text
+            if not is_shown:
+                self.unused.add(name)
         lost = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         content = str(message.get("content") or "")
         if lost and content not in text:  # such templates write the calls of a message alone
@@ -198,7 +202,8 @@ class ChatTemplate:
     def _knows_results(self) -> bool:
         called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
         result = {"role": "tool", "name": "tool7391", "tool_call_id": _CALL["id"], "content": _RESULT}
-        return any(_RESULT in self._rendered([*_ASKED, said, result]) for said in (called, _SAID[1]))
+        variant = self._variant(with_tools=True)
+        return any(_RESULT in self._rendered([*_ASKED, said, result], **variant) for said in (called, _SAID[1]))
 
 
 def _shared(first: str, second: str) -> str:

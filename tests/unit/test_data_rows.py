@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data.rows import ChatMessage, PromptRow, parse_json_line, parse_record, to_record
+from asyncrl.data.rows import ChatMessage, PromptRow, RowReader, parse_json_line, parse_record, to_record
 from asyncrl.errors import DataError
 
 RECORD = {
@@ -33,7 +33,7 @@ text = st.text(min_size=1).filter(lambda t: t.strip() != "")
     extra=st.dictionaries(st.text(), st.text(), max_size=3).map(lambda d: tuple(d.items())),
 )
 def test_what_is_written_is_read_back(messages, truth, source, extra) -> None:
-    row = PromptRow(messages, truth, source, extra, "f:1")
+    row = PromptRow(messages, truth, source, extra, "f:1", ("prompt",))
     assert parse_json_line(json.dumps(to_record(row)), "f:1") == row
 
 
@@ -101,3 +101,75 @@ def test_long_values_are_cut_in_messages() -> None:
     with pytest.raises(DataError) as error:
         parse_record(RECORD | {"prompt": "x" * 10_000}, "o")
     assert len(str(error.value)) < 500
+
+
+ASKED = {"role": "user", "content": "Oslo?"}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+SAID = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm", "name": None}
+
+
+def read(messages, **more):
+    return parse_record({"prompt": messages, "answer": "4", **more}, "f:1")
+
+
+def test_every_field_of_a_message_is_kept() -> None:
+    row = read([ASKED, SAID, {"role": "tool", "content": "", "tool_call_id": "a"}])
+    assert row.conversation()[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}],
+        "reasoning_content": "hm",
+    }
+    assert row.conversation()[2] == {"role": "tool", "content": "", "tool_call_id": "a"}
+    flat = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": 1, "b": None}}]}  # null by Arrow
+    assert read([ASKED, flat]).conversation()[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+
+
+def test_a_content_in_parts_is_its_text() -> None:
+    parts = [{"type": "text", "text": "Os"}, {"text": "lo"}, "?"]
+    assert read([{"role": "user", "content": parts}]).messages == (ChatMessage("user", "Oslo?"),)
+
+
+@pytest.mark.parametrize(
+    ("record", "found"),
+    [
+        (RECORD | {"images": ["a.png"]}, "images, and only text can be trained"),
+        ({"prompt": "<video> what?", "answer": "1", "video": {"bytes": "x"}}, "video, and only text"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "1"}, r"content\[0\] is dict"),
+        ({"conversations": [{"from": "human", "value": [{"type": "audio"}]}], "answer": "1"}, r"value\[0\] is dict"),
+        ({"prompt": [ASKED, {"role": "assistant", "tool_calls": ["weather()"]}], "answer": "1"}, "tool_calls has str"),
+        ({"conversations": [{"from": "gpt", "value": "hi"}]}, "nothing before its reply"),
+        (RECORD | {"reward_model": {"ground_truth": []}}, "ground_truth is empty"),
+    ],
+)
+def test_what_cannot_be_trained_or_read_is_refused(record, found) -> None:
+    with pytest.raises(DataError, match=rf"f:1\nfound: .*{found}"):
+        parse_record(record, "f:1")
+
+
+def test_conversations_are_prompts_whose_last_reply_is_the_truth() -> None:
+    turns = [
+        {"from": "system", "value": "Be short."},
+        {"from": "human", "value": "2+2?"},
+        {"from": "gpt", "value": "4"},
+    ]
+    row = parse_record({"conversations": turns, "id": "a"}, "f:1")
+    assert [(m.role, m.content) for m in row.messages] == [("system", "Be short."), ("user", "2+2?")]
+    assert (row.ground_truth, row.extra) == ("4", (("id", "a"),))
+    asked = {"messages": [ASKED, SAID | {"content": "I look."}, ASKED], "answer": 7}
+    assert (parse_record(asked, "f:1").truth(), len(parse_record(asked, "f:1").messages)) == (7, 3)
+
+
+def test_values_come_to_rewards_as_they_are_in_the_dataset() -> None:
+    truth = {"target": ["a", "b"]}
+    row = parse_record(RECORD | {"reward_model": {"ground_truth": truth}, "extra_info": {"n": 5, "s": "5"}}, "f:1")
+    assert (row.truth(), row.values()) == (truth, {"n": 5, "s": "5"})
+    assert parse_record({"prompt": "?", "answer": "[1]"}, "f:1").truth() == "[1]"
+    assert parse_record({"prompt": "?", "solution": "4"}, "f:1").ground_truth == ""
+
+
+def test_columns_that_nothing_uses_are_named() -> None:
+    reader = RowReader()
+    reader.record(RECORD | {"agent_name": "a"}, "f:1")
+    assert reader.unused == {"ability", "agent_name"}
+    assert RowReader().needed([*RECORD, "images", "tools"]) == [*(k for k in RECORD if k != "ability"), "images"]

@@ -12,7 +12,7 @@ from asyncrl.config.algorithm import CorrectionConfig
 from asyncrl.config.algorithm_parts import CORRECTIONS
 from asyncrl.config.staleness import GuardConfig
 from asyncrl.driver.off_policy import GuardLoop
-from asyncrl.errors import ConfigError, RunFailed
+from asyncrl.errors import ConfigError, NoParity, RunFailed
 from asyncrl.json_records import from_plain
 from asyncrl.observability.events import EventLog
 from asyncrl.queue.guard import MAX_SEVERITY, GuardReading, LagReading, OffPolicyGuard
@@ -313,3 +313,39 @@ async def test_a_checkpoint_at_the_full_limit_changes_nothing(tmp_path):
     loop, queue, _ = loop_of(tmp_path, "staleness.guard=act")
     await loop.resume(replace(GuardState(8), healthy_steps=5), 3)
     assert (queue.limits, loop.state.healthy_steps) == ([], 5)
+
+
+def of_lag_0(nats, tails):
+    return {Metric.LAG_TOKENS.of("0"): 1.0, Metric.LAG_KL.of("0"): nats, Metric.LAG_TAILS.of("0"): tails}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nats", "tails", "stops"),
+    [
+        ((), 1e-6, 0.0, False),
+        ((), 0.03, 0.0, True),  # ties, dropout: a small difference everywhere
+        ((), 0.0005, 0.01, True),  # rotary factors of some positions: a large difference somewhere
+        (("model.inference_dtype=bfloat16",), 0.003, 0.01, False),
+        (("model.inference_dtype=bfloat16",), 0.5, 0.01, True),
+        (("batch.num_minibatches=4",), 0.01, 0.01, False),
+        (("rollout.sampling.top_p=0.5",), 0.5, 0.3, False),  # another distribution by intention
+        (("staleness.parity=warn",), 0.5, 0.3, False),
+    ],
+)
+async def test_the_first_step_with_tokens_of_lag_0_shows_whether_both_compute_one_policy(
+    tmp_path, caplog, overrides, nats, tails, stops
+):
+    loop, _, _ = loop_of(tmp_path, *overrides)
+    await loop.after_step(1, {Metric.LAG_TOKENS.of("1"): 1.0, Metric.LAG_KL.of("1"): 2.0})
+    assert loop.stopped is None
+    await loop.after_step(2, of_lag_0(nats, tails))
+    assert isinstance(loop.stopped, NoParity) == stops
+    assert not stops or "in step 2, over the tokens of lag 0" in str(loop.stopped)
+    assert ("different policies" in caplog.text) == ("staleness.parity=warn" in overrides)
+
+
+async def test_parity_that_is_lost_later_is_a_warning(tmp_path, caplog):
+    loop, _, _ = loop_of(tmp_path)
+    for step, nats in enumerate((0.0, 0.5, 0.5, 0.0, 0.5)):
+        await loop.after_step(step, of_lag_0(nats, 0.0))
+    assert (loop.stopped, caplog.text.count("different policies")) == (None, 2)

@@ -7,8 +7,10 @@ import numpy
 import pytest
 
 from asyncrl.config.rewards import CodeRewardConfig, RemoteRewardConfig, RewardConfig
+from asyncrl.data.rows import parse_record
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.rewards import REWARDS, RewardResult, build_reward, check_rows
+from asyncrl.rewards.custom import CustomReward
 from tests.make import row
 
 ROW = row("four  legs")
@@ -177,3 +179,54 @@ def test_settings_that_cannot_be_used_are_named() -> None:
     for key in ("timeout_s", "tolerance"):
         with pytest.raises(ConfigError, match=rf"reward.{key}=inf"):
             RewardConfig(**{key: float("inf")})
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str in ground_truth["target"]), "n": extra_info["n"], "source": data_source}
+
+
+def trl_text(prompts, completions, solution, **kwargs):
+    return [
+        float(text == truth and prompt == "?")
+        for prompt, text, truth in zip(prompts, completions, solution, strict=True)
+    ]
+
+
+async def trl_chat(completions, ground_truth, **kwargs):
+    return [
+        None if c[0]["content"] == "skip" else c[0]["content"] == g
+        for c, g in zip(completions, ground_truth, strict=True)
+    ]
+
+
+def test_functions_written_for_verl_and_trl_run_as_they_are() -> None:
+    truth = {"prompt": [{"role": "user", "content": "?"}], "data_source": "nq", "extra_info": {"n": 5}}
+    asked = parse_record(truth | {"reward_model": {"ground_truth": {"target": ["a", "b"]}}}, "f:1")
+    verl = build_reward(RewardConfig(function=f"{CUSTOM}:compute_score"))
+    assert verl("b", asked) == RewardResult(1.0, (("n", 5.0),))
+    text = build_reward(RewardConfig(function=f"{CUSTOM}:trl_text"))
+    assert text("4", parse_record({"prompt": "?", "solution": "4"}, "f:1")).reward == 1.0
+    chat = build_reward(RewardConfig(function=f"{CUSTOM}:trl_chat"))
+    row_of_chat = parse_record({"prompt": truth["prompt"], "answer": "4"}, "f:1")
+    assert [chat(said, row_of_chat).reward for said in ("4", "5", "skip")] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [numpy.bool_(True), numpy.array(1.0), numpy.float32(1), True])
+def test_scalars_of_any_kind_are_rewards(value) -> None:
+    assert CustomReward("f", returns(value))("", ROW).reward == 1.0
+
+
+@pytest.mark.parametrize("name", ["math", "exact", "numeric", "multiple_choice", "regex", "code"])
+def test_every_built_in_reward_pays_nothing_for_a_thought_without_an_end(name) -> None:
+    right = {"multiple_choice": ("B", "(B)"), "code": ('["assert f() == 4"]', "```python\ndef f():\n    return 4\n```")}
+    truth, said = right.get(name, ("4", "4" if name == "exact" else "Answer: 4"))
+    reward = build_reward(RewardConfig(function=name, pattern="Answer: {truth}"))
+    asked = row(truth)
+    begun = replace(asked, thinks=True)
+    assert reward(f"<think>hm</think>{said}", asked).reward == reward(f"hm</think>{said}", begun).reward == 1.0
+    assert reward(f"<think>{said}", asked).reward == reward(said, begun).reward == 0.0
+
+
+def test_a_pattern_with_the_marks_of_thoughts_sees_them() -> None:
+    reward = build_reward(RewardConfig(function="regex", pattern="<think>.+</think>"))
+    assert reward("<think>hm</think>4", ROW).reward == 1.0
