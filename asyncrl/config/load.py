@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from asyncrl.config.hidden import Hidden, names_in
@@ -261,6 +261,11 @@ def _put_over(merged: DictConfig, layer: DictConfig, origin: str) -> None:
     """Changes `merged` and takes nodes of `layer`: copies of all of it would take most of the time of a load."""
     try:
         OmegaConf.unsafe_merge(merged, layer)
+        for parent, name in _set_to_nothing(OmegaConf.to_container(layer, resolve=False)):
+            holder = OmegaConf.select(merged, parent) if parent else merged
+            if OmegaConf.get_type(holder, name) is dict:  # not a section
+                with read_write(holder):
+                    holder[name] = {}
     except ConfigKeyError as e:
         key = str(e.full_key)
         depth = key.count(".") + 1
@@ -272,6 +277,15 @@ def _put_over(merged: DictConfig, layer: DictConfig, origin: str) -> None:
         choices = _choices(str(e.full_key))
         do = f"choose from {choices}" if choices else "give it a value of that type"
         raise ConfigError(explain(f"{e.full_key or 'a section'} in {origin}", _first_line(e), do)) from e
+
+
+def _set_to_nothing(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Place and name of the mappings that are `{}`. Merged, that would change nothing."""
+    for name, value in values.items():
+        if value == {}:
+            yield prefix, name
+        elif isinstance(value, dict):
+            yield from _set_to_nothing(value, f"{prefix}.{name}" if prefix else str(name))
 
 
 def _choices(key: str) -> list[Any]:

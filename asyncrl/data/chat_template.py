@@ -187,6 +187,8 @@ class ChatTemplate:
     def _speakable(self, message: Message) -> dict[str, Any]:
         """Converts tool calls to text and tool results to user messages if the template does not support them."""
         said = dict(message)
+        if said.get("role") == "developer" and "developer" not in self.text:
+            said["role"] = "system"  # the same by OpenAI's definition
         if said.get("role") in ("user", "tool") and isinstance(said.get("content"), str):
             said["content"] = self.harmless(said["content"])
         if said.get("tool_calls") and "tool_calls" not in self.text:

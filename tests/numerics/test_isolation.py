@@ -9,7 +9,6 @@ from asyncrl_testing.random_model import write_random_qwen3
 from tests.backends import trainer_spec
 from tests.numerics.one_rank import SIZES, build
 
-
 pytestmark = pytest.mark.usefixtures("process_group")
 
 

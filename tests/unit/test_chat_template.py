@@ -23,7 +23,8 @@ def calling(name="weather", content="", **more):
 
 RICH = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}"
-    "{% if m.reasoning_content %}(({{ m.reasoning_content }})){% endif %}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}{% endfor %}"
+    "{% if m.reasoning_content %}(({{ m.reasoning_content }})){% endif %}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 # Known roles in if and elif, and no else, as many templates have it.
@@ -46,7 +47,13 @@ def test_calls_and_thoughts_of_prompts_are_rendered_as_the_template_does():
     assert "<tool_call>" in text_of([ASKED, said, SUN], PLAIN)[0], "written in words where the template has no calls"
 
 
-@pytest.mark.parametrize("role", ["developer", "human", "critic"])
+def test_a_developer_is_the_system_where_the_template_does_not_know_it():
+    said = {"role": "developer", "content": "In French."}
+    assert text_of([said, ASKED])[0].startswith("<|im_start|>system\nIn French.<|im_end|>")
+    assert text_of([said], RICH + "{# developer #}")[0] == "[developer]In French.[assistant]"
+
+
+@pytest.mark.parametrize("role", ["human", "critic"])
 def test_a_message_that_the_template_skips_is_an_error_everywhere(role):
     lost = {"role": role, "content": "In French."}
     for prompt in ([lost, ASKED], [lost]):

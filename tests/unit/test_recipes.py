@@ -545,3 +545,21 @@ def test_sets_are_kept_where_they_are_bounded():
     ):
         with pytest.raises(ConfigError, match=found):
             quickstart(*keeps, *wrong)
+
+
+def test_a_mapping_or_list_that_is_set_to_nothing_is_emptied(tmp_path):
+    (tmp_path / "base.yaml").write_text(
+        f"base: {QUICKSTART.resolve()}\nrollout: {{vllm: {{engine_args: {{a: 1, hf_overrides: {{b: 2}}}}}}}}\n"
+        "reward: {parts: {math: 1.0}}\nobservability: {sinks: [wandb]}\n"
+    )
+    (tmp_path / "mine.yaml").write_text(
+        "base: base.yaml\ndata: {eval: {}}\neval: {every_steps: 0}\nrollout: {sampling: {}}\n"
+    )
+    overrides = ["rollout.vllm.engine_args.hf_overrides={}", "reward.parts={}", "observability.sinks=[]"]
+    recipe = load_recipe(tmp_path / "mine.yaml", overrides)
+    assert (recipe.data.eval, recipe.reward.parts, recipe.observability.sinks) == ({}, {}, [])
+    assert recipe.rollout.vllm.engine_args == {"a": 1, "hf_overrides": {}}
+    inherited = load_recipe(QUICKSTART, [])
+    assert recipe.rollout.sampling == inherited.rollout.sampling, "a section has its keys still"
+    again = load_recipe(tmp_path / "mine.yaml", ["data.eval.one=data/arithmetic_test.jsonl"])
+    assert again.data.eval == {"one": "data/arithmetic_test.jsonl"}
