@@ -43,7 +43,7 @@ class Session(Protocol):
         ...
 
     def decode(self, token_ids: np.ndarray) -> str:
-        """Text without special tokens."""
+        """What the tokens of a response spell, without the token that ends it (`Chat.decode`)."""
         ...
 
     async def reward(self, response: str | np.ndarray, row: PromptRow) -> RewardResult:

@@ -43,6 +43,9 @@ _CHECKS: dict[str, Callable[[PromptRow], object]] = {
     "numeric": true_number,
 }
 
+_OF_TEXTS = ("exact", "math", "multiple_choice", "numeric", "regex")
+"""Built-in rewards that compare with a ground truth that is a text or a number."""
+
 _SIGNATURE = (
     "(response: str, row: PromptRow) -> RewardResult or number, which may be async; or one as verl or TRL call it: "
     "(data_source, solution_str, ground_truth, extra_info) or (prompts, completions, **columns)"
@@ -105,13 +108,23 @@ def build_reward(config: RewardConfig, thinking: Thinking | None = None) -> Rewa
 
 def check_rows(config: RewardConfig, rows: Iterable[PromptRow]) -> None:
     """Raises DataError, with file and line: a built-in reward of the recipe cannot judge a row."""
-    checks = [_CHECKS[name] for name in config.names if name in _CHECKS]
+    checks = [_require_text] if any(name in _OF_TEXTS for name in config.names) else []
+    checks += [_CHECKS[name] for name in config.names if name in _CHECKS]
     for row in rows if checks else ():
         for check in checks:
             try:
                 check(row)
             except ValueError as error:
                 raise DataError(f"{error} ({config.asked})") from error
+
+
+def _require_text(row: PromptRow) -> None:
+    """Raises ValueError: there is no ground truth, or it is a list or an object."""
+    truth = row.truth()
+    if truth == "" or isinstance(truth, list | dict):
+        found = f"the ground truth {row.ground_truth[:60]!r}" if truth else "no ground truth"
+        do = "add it as a text or a number, or name a reward of your own, which gets row.truth()"
+        raise ValueError(explain(f"the reward of {row.origin}", found, do))
 
 
 def _build(key: str, name: str, config: RewardConfig, thinking: Thinking) -> RewardFunction:

@@ -230,3 +230,12 @@ def test_every_built_in_reward_pays_nothing_for_a_thought_without_an_end(name) -
 def test_a_pattern_with_the_marks_of_thoughts_sees_them() -> None:
     reward = build_reward(RewardConfig(function="regex", pattern="<think>.+</think>"))
     assert reward("<think>hm</think>4", ROW).reward == 1.0
+
+
+@pytest.mark.parametrize("name", ["exact", "math", "numeric", "regex", "multiple_choice"])
+@pytest.mark.parametrize("answer", [{}, {"answer": ["4", "four"]}])
+def test_built_in_rewards_refuse_a_row_without_a_text_as_truth(name, answer) -> None:
+    asked = parse_record({"prompt": "2+2?", **answer}, "f:1")
+    with pytest.raises(DataError, match=r"(?s)f:1.*ground truth.*row\.truth\(\)"):
+        check_rows(RewardConfig(function=name, pattern="{truth}"), [asked])
+    check_rows(RewardConfig(function=f"{CUSTOM}:trl_text"), [asked])
