@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.config.rewards import GroupRewardConfig, RewardConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
+from asyncrl.data.thinking import Thinking
 from asyncrl.rewards.reward_pool import RewardPool
 from tests.environments import chat_with, opened
 
@@ -31,11 +32,11 @@ async def test_token_ids_are_decoded_as_the_chat_decodes_them(pool):
     """Also special tokens, bytes that are no character yet, and texts beside ids."""
     chat = chat_with()
     assert not pool.decodes
-    pool.decode_with(chat.plain_decoder)
+    pool.decode_with(chat.plain_decoder, chat.ends, Thinking())
     assert pool.decodes
     whole = chat.encode("<|im_start|>Straße: 3 + 4 = 7 <|im_end|> 日本語 ..., isn't it?")
     async with opened(pool):
-        for ids in (whole, whole[:-3], whole[1:12], whole[:0]):
+        for ids in (whole, np.append(whole, chat.encode("<|im_end|>")), whole[:-3], whole[1:12], whole[:0]):
             row = replace(ROW, ground_truth=chat.decode(ids))
             for response in (ids, ids.astype(np.int64), chat.decode(ids)):
                 assert (await pool.score(response, row)).reward == 1.0
