@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.tokenizer import stop_token_ids, template_options
-from asyncrl.data.tool_calls import ParserName, ToolPrompt, parser_for, template_text, with_tools, written
+from asyncrl.data.tool_calls import CallParser, ToolPrompt, parser_for, template_text, with_tools, written
 from asyncrl.errors import DataError, explain
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Chat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, parser: str = "auto") -> None:
         self._tokenizer = tokenizer
-        self._parser: ParserName = parser_for(parser, template_text(tokenizer))
+        self._parser: CallParser = parser_for(parser, template_text(tokenizer))
         self._knows_calls = "tool_calls" in template_text(tokenizer)
         self._options = template_options(model)
         self._ends = frozenset(stop_token_ids(tokenizer, model, ()))
