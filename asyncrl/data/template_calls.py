@@ -210,6 +210,11 @@ class RenderedCalls:
             self.two is None or parse(self.two, [_SIGNATURE]) == [_CALL, _CALL]
         )
 
+    @property
+    def is_usual(self) -> bool:
+        """True if the message was as clients send it."""
+        return self.content is not None and not self.arguments_are_text
+
     def takes(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message in the form in which the template writes its calls."""
         if not message.get("tool_calls"):

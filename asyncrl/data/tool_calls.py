@@ -110,6 +110,11 @@ def call_tags(parser: CallParser, tools: Sequence[ToolSignature]) -> dict[str, s
     return {"<tool_call>": "</tool_call>"} if parser == "hermes" else {}
 
 
+def text_before_calls(text: str, parser: CallParser, tools: Sequence[ToolSignature]) -> str:
+    """What a reply with calls says before the first one."""
+    return text[: min((text.find(tag) for tag in call_tags(parser, tools) if tag in text), default=0)]
+
+
 class _Parsers(dict[Any, Parser]):
     """The parsers by name. That of a `TemplateFormat` is its own."""
 
@@ -127,20 +132,23 @@ def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def parser_for(name: str, template: str) -> CallParser:
-    """The parser `name`; `auto`: that of the chat template, hermes if it has none."""
+    """The parser `name`; `auto`: that of the calls that the chat template writes, hermes if it writes none."""
     if name != "auto":
         assert name in PARSERS, name
         return name  # type: ignore[return-value]
-    return format_of(template) or "hermes"
+    return _calls_of(template)[0] or "hermes"
 
 
 def format_of(template: str) -> CallParser | None:
-    """The format in which a chat template writes calls; None if it writes none, or one that cannot be read."""
-    return _calls_of(template)[0]
+    """The format in which a chat template writes the calls of messages as clients send them: with a text, which may be
+    empty, and arguments as an object. None if it writes none, or one that cannot be read."""
+    found, rendered = _calls_of(template)
+    return found if rendered is not None and rendered.is_usual else None
 
 
 @cache
 def _calls_of(template: str) -> tuple[CallParser | None, RenderedCalls | None]:
+    """The format of a template's calls, of messages in any form, and the calls from which it is known."""
     for rendered in rendered_calls(template):
         named = (name for name, parse in PARSERS.items() if rendered.are_read(parse))
         if (found := next(named, None) or rendered.format()) is not None:
@@ -219,7 +227,7 @@ class ToolPrompt:
 
 def tools_for(schemas: Sequence[Mapping[str, Any]], parser: CallParser, template: str) -> ToolPrompt:
     """Names the tools through the chat template where it writes calls as `parser` reads them, else in words."""
-    return ToolPrompt(tuple(schemas), described(schemas, parser), in_words=format_of(template) != parser)
+    return ToolPrompt(tuple(schemas), described(schemas, parser), in_words=_calls_of(template)[0] != parser)
 
 
 def takes_tools(template: str) -> bool:
