@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from asyncrl.chat.fields import MAX_DEPTH, Fields, json_value
-from asyncrl.data.tool_calls import ToolSignature, signature_of
+from asyncrl.data.call_values import ToolSignature, signature_of
 
 MAX_TOOLS = 1024
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.environments import ToolUseConfig
 from asyncrl.config.recipe import Recipe
-from asyncrl.data.tool_calls import Call, MalformedCall, ToolSignature, signature_of
+from asyncrl.data.call_values import Call, MalformedCall, ToolSignature, signature_of
 from asyncrl.environments.custom import require_package_of
 from asyncrl.environments.tools import build_tools, schema_of
 from asyncrl.environments.tools.mcp_server import McpServer, McpTool, list_mcp_tools
