@@ -11,36 +11,36 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product, takewhile
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 
 from asyncrl.data.call_values import Call, MalformedCall, ToolCall, ToolSignature, from_value, not_json, value_of
 
+# What the template renders. All of it can be told from what the template itself writes.
 _TOOL, _FIRST, _SECOND, _TEXT, _NUMBER = "tool7391", "first7391", "second7391", "text7391", 4682
-_QUESTION, _REPLY = "question7391", "reply7391"
-_SENTINEL = "7391"
+_QUESTION, _REPLY, _SENTINEL = "question7391", "reply7391", "7391"
 _CALL = ToolCall(_TOOL, {_FIRST: _TEXT, _SECOND: _NUMBER})
-_SIGNATURE = ToolSignature(_TOOL, _FIRST, {_FIRST: frozenset(["string"]), _SECOND: frozenset(["integer"])})
-_PROPERTIES = {_FIRST: {"type": "string", "description": "d"}, _SECOND: {"type": "integer", "description": "d"}}
-_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": [_FIRST, _SECOND]}
+_TYPES = {_FIRST: "string", _SECOND: "integer"}
+_SIGNATURE = ToolSignature(_TOOL, _FIRST, {key: frozenset([kind]) for key, kind in _TYPES.items()})
+_PROPERTIES = {key: {"type": kind, "description": "d"} for key, kind in _TYPES.items()}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": [*_TYPES]}
 _SCHEMA = {"type": "function", "function": {"name": _TOOL, "description": "d", "parameters": _PARAMETERS}}
 _IDS = ("call73910", f"functions.{_TOOL}:0")
 """Some templates want nine letters and digits, others write the id in place of the name."""
-_TOKENS = {f"{name}_token": f"<{name}{_SENTINEL}>" for name in ("bos", "eos", "unk", "pad")}
+_TOKENS: Any = {f"{name}_token": f"<{name}{_SENTINEL}>" for name in ("bos", "eos", "unk", "pad")}
 _SHOWN = {_TOOL: "NAME", _FIRST: "PARAMETER", _SECOND: "OTHER_PARAMETER", _TEXT: "TEXT", str(_NUMBER): "1"}
+
 _NAME = r"""([^\s<>{}()\[\]"'=:,|]+)"""
+_MARK = r"[<\[][^<>\[\]]*[>\]]"
 _SHORTEST_MARK = 3
 _LONGEST_TAIL = 400
 
-
-class Reader(Protocol):
-    def read(self, text: str, tools: Mapping[str, ToolSignature], shown: str) -> tuple[list[Call], str]:
-        """The calls at the start of `text`, at least one, and the rest. `shown`: the format, for the policy to read."""
-        ...
+# Readers of calls. `read` returns the calls at the start of a text, at least one, and the rest of it. `tools`: by name.
+# `shown`: the format, for the policy to read.
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class NamedObject:
 @dataclass(frozen=True, slots=True)
 class TaggedParameters:
     """A name, the text that `head` matches, and parameters, each of which `pair` matches: groups key, kind and value.
-    `kind`: of strings, where the template writes kinds; else types are those of the tool's schema."""
+    `kind`: that of strings, where the template writes kinds; else types are those of the tool's schema."""
 
     head: str
     pair: str
@@ -103,10 +103,9 @@ class TaggedParameters:
         types = tools[named[1]].types if named[1] in tools else {}
         pair, end, arguments = re.compile(self.pair, re.DOTALL), named.end(), {}
         while found := pair.match(text, end):
-            type_ = types.get(found["key"], frozenset())
-            if self.kind:
-                type_ = frozenset(["string"] if found["kind"] == self.kind else ())
-            arguments[found["key"]] = value_of(found["value"], type_)
+            key, kind, value = found["key"], found["kind"], found["value"]
+            is_text = frozenset(["string"] if kind == self.kind else ())
+            arguments[key] = value_of(value, is_text if self.kind else types.get(key, frozenset()))
             end = found.end()
         return [ToolCall(named[1], arguments)], text[end:]
 
@@ -116,16 +115,15 @@ class PythonCalls:
     """A Python call with keywords, several in lines, or a list of them."""
 
     def read(self, text: str, tools: Mapping[str, ToolSignature], shown: str) -> tuple[list[Call], str]:
-        ends = [match.end() for match in re.finditer(r"[)\]]", text)]
-        why: Exception = ValueError("no call")
-        for end in ends[: -_SHORTEST_MARK - 1 : -1]:  # the closing text may have brackets, too
-            try:
-                with warnings.catch_warnings(action="ignore"):
-                    lines = ast.parse(text[:end]).body
-                return [call for line in lines for call in _python_calls(line)], text[end:]
-            except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-                why = error
-        return [MalformedCall(f"the call is not Python ({why}); write {shown}")], ""
+        code = re.match(r"\[.*\)\s*\]|.*\)|", text, re.DOTALL)
+        assert code is not None
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                lines = ast.parse(code[0]).body
+            calls: list[Call] = [call for line in lines for call in _python_calls(line)]
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+            return [MalformedCall(f"the call is not Python ({error}); write {shown}")], ""
+        return calls or [_unreadable(shown)], text[code.end() :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +146,7 @@ class TemplateFormat:
     unit: str
     tails: tuple[str, ...]
     shown: str
-    reader: Reader
+    reader: JsonCalls | NamedObject | TaggedParameters | PythonCalls
 
     def parse(self, text: str, tools: Sequence[ToolSignature]) -> list[Call]:
         """The calls in order."""
@@ -164,14 +162,11 @@ class TemplateFormat:
 
     def _section(self, text: str, known: Mapping[str, ToolSignature]) -> list[Call]:
         """At least one call."""
-        head = re.match(_lenient(self.before), text)
+        head = re.match(rf"{_lenient(self.before)}\s*{_lenient(self.unit)}", text)
         if head is None:
             return [_unreadable(self.shown)]
         text, calls = text[head.end() :], []
-        before, *units = re.split(_lenient(self.unit), text) if self.unit else ("", text)
-        if before.strip() or not units:
-            return [_unreadable(self.shown)]
-        for unit in units:
+        for unit in re.split(_lenient(self.unit), text) if self.unit else [text]:
             rest, goes_on = unit, True
             while goes_on:
                 found, rest = self.reader.read(rest.lstrip(" \t\r\n,;"), known, self.shown)
@@ -204,11 +199,9 @@ class RenderedCalls:
     content: str | None
     arguments_are_text: bool
 
-    def are_read(self, parse: Any) -> bool:
-        """`parse`: as `TemplateFormat.parse`."""
-        return parse(self.one, [_SIGNATURE]) == [_CALL] and (
-            self.two is None or parse(self.two, [_SIGNATURE]) == [_CALL, _CALL]
-        )
+    def are_read(self, parse: Callable[[str, Sequence[ToolSignature]], list[Call]]) -> bool:
+        texts = [(self.one, [_CALL])] if self.two is None else [(self.one, [_CALL]), (self.two, [_CALL, _CALL])]
+        return all(parse(text, [_SIGNATURE]) == calls for text, calls in texts)
 
     @property
     def is_usual(self) -> bool:
@@ -234,7 +227,7 @@ class RenderedCalls:
                     return form
         return None
 
-    def _readers(self) -> Iterator[tuple[Reader, int]]:
+    def _readers(self) -> Iterator[tuple[Any, int]]:
         """Readers that may read the call, and where it starts."""
         one = self.one
         for brace in re.finditer("{", one):
@@ -249,20 +242,19 @@ class RenderedCalls:
         if start < 0:
             return
         after = one[start + len(_TOOL) :]
-        mark = re.search(r"([<\[][^<>\[\]]*[>\]])?([^<>\[\]]*)$", after.partition("{")[0])
-        assert mark is not None
+        head = after.partition("{")[0]
         # The text up to the last mark may differ: ids, and types of the arguments.
-        head = rf"[^{{]*?{_lenient(mark[0])}" if mark[1] else _lenient(after.partition("{")[0])
+        mark = re.search(rf"{_MARK}[^<>\[\]]*$", head)
         quote = re.search(rf"{_FIRST}\s*:\s*(\S\S+){_TEXT}", after)
-        yield NamedObject(head, quote[1] if quote else ""), start
+        yield NamedObject(rf"[^{{]*?{_lenient(mark[0])}" if mark else _lenient(head), quote[1] if quote else ""), start
+        yield PythonCalls(), start
         if (tagged := _tagged_reader(after)) is not None:
             yield tagged, start
-        yield PythonCalls(), start
 
-    def _format(self, reader: Reader, call: str) -> TemplateFormat | None:
+    def _format(self, reader: Any, call: str) -> TemplateFormat | None:
         before, _, after = self.one.partition(call)
-        between: str | None = None
-        if self.two is not None and self.two.count(call) == 2:
+        between = None
+        if self.two is not None and self.two.count(call) > 1:
             before, between, after = self.two.split(call)
         before = before.rpartition(_TOOL)[2]
         if isinstance(reader, JsonCalls | PythonCalls):
@@ -271,29 +263,28 @@ class RenderedCalls:
         if between is not None:
             unit = _from_mark(_shared_end(before, between)).strip(" \n,;")
             close = _to_mark(_shared_start(between, after))
-        head = before.strip().removesuffix(unit)
+        section = before.strip().removesuffix(unit)
         words = [before[: word.end()].strip() for word in re.finditer(r"\S+", before)]
         opening = next((text for text in words if text not in self.reply), "")
-        marks = re.findall(r"[<\[][^<>\[\]\s]*[>\]]|[^<>\[\]\s]+", after if head else close)
+        marks = re.findall(r"[<\[][^<>\[\]\s]*[>\]]|[^<>\[\]\s]+", after if section else close)
+        closing = marks[-1] if marks else ""
+        if len(opening) < _SHORTEST_MARK or opening.isalpha() or 0 < len(closing) < _SHORTEST_MARK:
+            return None  # an ordinary text may have it
+        if _SENTINEL in repr((opening, closing, section, unit, reader)):
+            return None
+        if isinstance(reader, TaggedParameters) and not unit:
+            return None
         tails = {_dense(text) for text in (close, after, (between or "").strip().removesuffix(unit))}
-        form = TemplateFormat(
+        return TemplateFormat(
             opening=opening,
-            closing=marks[-1] if marks else "",
+            closing=closing,
             may_be_open=not self.ends_as_reply,
-            before=head,
+            before=section,
             unit=unit,
             tails=tuple(sorted(tail for tail in tails if _SENTINEL not in tail)),
-            shown="",
+            shown=re.sub("|".join(_SHOWN), lambda found: _SHOWN[found[0]], self.one[self.one.index(opening) :]),
             reader=reader,
         )
-        if len(opening) < _SHORTEST_MARK or 0 < len(form.closing) < _SHORTEST_MARK or opening.isalpha():
-            return None
-        if _SENTINEL in repr(form) or (isinstance(reader, TaggedParameters) and not unit):
-            return None
-        shown = self.one[self.one.index(opening) :]
-        for sentinel, placeholder in _SHOWN.items():
-            shown = shown.replace(sentinel, placeholder)
-        return replace(form, shown=shown)
 
 
 def rendered_calls(template: str) -> Iterator[RenderedCalls]:
@@ -306,22 +297,19 @@ def rendered_calls(template: str) -> Iterator[RenderedCalls]:
     for content, is_text, id_ in product(("", None), (False, True), _IDS):
         arguments = json.dumps(_CALL.arguments) if is_text else _CALL.arguments
         call = {"type": "function", "id": id_, "function": {"name": _TOOL, "arguments": arguments}}
-        one, two = (
-            _rendered(template, {"role": "assistant", "content": content, "tool_calls": [call] * number})
-            for number in (1, 2)
-        )
+        turns = [{"role": "assistant", "content": content, "tool_calls": [call] * number} for number in (1, 2)]
+        one, two = (_rendered(template, turn) for turn in turns)
         start = max(len(_shared_start(one, prompt)), len(_shared_start(one, reply)))
         start = len(_to_mark(one[:start]))
-        if one.find(_TEXT, start) < 0:
-            continue
-        yield RenderedCalls(
-            one=one[start:].rstrip().removesuffix(end),
-            two=two[start:].rstrip().removesuffix(end) if two.count(_TEXT, start) > 1 else None,
-            reply=reply[start:],
-            ends_as_reply=one.rstrip().endswith(end),
-            content=content,
-            arguments_are_text=is_text,
-        )
+        if _TEXT in one[start:]:
+            yield RenderedCalls(
+                one=one[start:].rstrip().removesuffix(end),
+                two=two[start:].rstrip().removesuffix(end) if two.count(_TEXT) > 1 else None,
+                reply=reply[start:],
+                ends_as_reply=one.rstrip().endswith(end),
+                content=content,
+                arguments_are_text=is_text,
+            )
 
 
 def _rendered(template: str, *turn: Mapping[str, Any], more: bool = False) -> str:
@@ -329,10 +317,9 @@ def _rendered(template: str, *turn: Mapping[str, Any], more: bool = False) -> st
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages: Any = [[{"role": "user", "content": _QUESTION}, *turn]]
+    options = {"chat_template": template, "add_generation_prompt": more, **_TOKENS}
     try:
-        made: Any = render_jinja_template(
-            messages, tools=[_SCHEMA], chat_template=template, add_generation_prompt=more, **_TOKENS
-        )
+        made: Any = render_jinja_template(messages, tools=[_SCHEMA], **options)
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError):
         return ""
     return made[0][0]
@@ -350,25 +337,23 @@ def _tagged_reader(after: str) -> TaggedParameters | None:
         return None
     # Where the two separators differ they tell strings from other values.
     same = _shared_start(separator, other)
-    tail = _shared_end(separator[len(same) :], other[len(same) :]) if separator != other else ""
+    tail = _shared_end(separator[len(same) :], other[len(same) :])
     kind = separator[len(same) : len(separator) - len(tail)]
-    middle = rf"{_lenient(same)}(?P<kind>[^<>\[\]]*?){_lenient(tail)}" if kind else rf"(?P<kind>){_lenient(same)}"
-    # One blank or line that the template itself writes around a value is not part of it; others are.
+    middle = rf"{_lenient(same)}(?P<kind>{'[^<>]*?' if kind else ''}){_lenient(tail)}"
+    # A line that the template itself begins around a value is not part of it; other blanks are.
     opened, closed = separator[len(separator.rstrip()) :], close[: len(close) - len(close.lstrip())]
-    value = rf"{_optional(opened)}(?P<value>.*?){_optional(closed)}{_lenient(close)}"
-    return TaggedParameters(
-        _lenient(head.removesuffix(key)), rf"\s*{_lenient(key)}(?P<key>[^\s<>\[\]]+?){middle}{value}", kind
-    )
+    value = rf"(?:{re.escape(opened)})?(?P<value>.*?)(?:{re.escape(closed)})?{_lenient(close)}"
+    pair = rf"\s*{_lenient(key)}(?P<key>[^\s<>\[\]]+?){middle}{value}"
+    return TaggedParameters(_lenient(head.removesuffix(key)), pair, kind)
 
 
 def _python_calls(line: ast.stmt) -> Iterator[ToolCall]:
     """Raises ValueError, TypeError: not a call, or not of literals."""
-    if not isinstance(line, ast.Expr):
-        raise ValueError("no call")
-    for call in line.value.elts if isinstance(line.value, ast.List) else [line.value]:
-        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError("a call has a name and keywords")
-        arguments = {str(word.arg): ast.literal_eval(_JsonWords().visit(word.value)) for word in call.keywords}
+    value = line.value if isinstance(line, ast.Expr) else None
+    for call in value.elts if isinstance(value, ast.List) else [value]:
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise ValueError("no call with keywords")
+        arguments = {word.arg: ast.literal_eval(_JsonWords().visit(word.value)) for word in call.keywords}
         yield ToolCall(ast.unparse(call.func), json.loads(json.dumps(arguments)))
 
 
@@ -404,12 +389,7 @@ def _dense(text: str) -> str:
 
 def _lenient(text: str) -> str:
     """A pattern for `text` with any blanks."""
-    words = [re.escape(word) for word in text.split()]
-    return r"\s*".join(words)
-
-
-def _optional(blanks: str) -> str:
-    return f"(?:{re.escape(blanks)})?" if blanks else ""
+    return r"\s*".join(map(re.escape, text.split()))
 
 
 def _shared_start(first: str, second: str) -> str:
