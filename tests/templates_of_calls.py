@@ -29,12 +29,13 @@ CALLS = {
     "deepseek": f"<calls><call>{EACH}{{{{ '\\n<call>' if not loop.first }}}}{{{{ c.type }}}}<sep>{NAME}\n```json\n"
     f"{{{{ c.function.arguments + '' }}}}\n```</call>{END}</calls>",
     "deepseek-v3.1": f"<calls>{EACH}<call>{NAME}<sep>{JSON}</call>{END}</calls>",
-    "kimi": f"<section>{EACH}<call>{{{{ c.id }}}}<args>{JSON}</call>{END}</section>",
+    "kimi": f"<section>{EACH}<call>functions.{NAME}:{{{{ loop.index0 }}}}<args>{JSON}</call>{END}</section>",
+    "by id": f"{EACH}<call>{{{{ c.id }}}}<args>{JSON}</call>{END}",
     "mistral": f'[TOOL_CALLS] [{EACH}{OBJECT[:-1]}, "id": "{{{{ c.id }}}}"}}{COMMA}{END}]',
     "mistral-v11": f"{EACH}[TOOL_CALLS]{NAME}[CALL_ID]{{{{ c.id }}}}[ARGS]{JSON}{END}",
     "mistral-v13": f"{EACH}[TOOL_CALLS]{NAME}[ARGS]{JSON}{END}",
-    "cohere": '<|START_ACTION|>[\n{% for c in m.tool_calls %}{"tool_call_id": "0", "tool_name": "'
-    + f'{NAME}", "parameters": {JSON}}}{COMMA}{END}\n]<|END_ACTION|>',
+    "cohere": '<|START_ACTION|>[\n{% for c in m.tool_calls %}{"tool_call_id": "{{ loop.index0 }}", "tool_name": "'
+    + f'{NAME}", "parameters": {JSON}}}{COMMA}{END}\n]<|END_ACTION|><|END_OF_TURN|>',
     "phi": f"<|tool_call|>[{EACH}{OBJECT}{COMMA}{END}]<|/tool_call|>",
     "hunyuan": f"<tool_calls>{EACH}\n<tool_call>{NAME}\n```json\n{JSON}\n```\n</tool_call>{END}\n</tool_calls>",
     "functionary": f"{EACH}<function={NAME}>{JSON}</function>{END}",
@@ -77,4 +78,4 @@ def reply_with(template: str, *calls: ToolCall) -> str:
     tokenizer: Any = SimpleNamespace(chat_template=template)
     messages, _ = with_tools(tokenizer, asked, None)
     text = render_jinja_template([messages], chat_template=template)[0][0]
-    return text.partition("<|assistant|>")[2].removesuffix("<|end|>")
+    return text.partition("<|assistant|>")[2].removesuffix("<|end|>").removesuffix("<|END_OF_TURN|>")

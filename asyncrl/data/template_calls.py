@@ -36,8 +36,10 @@ _SHOWN = {_TOOL: "NAME", _FIRST: "PARAMETER", _SECOND: "OTHER_PARAMETER", _TEXT:
 
 _NAME = r"""([^\s<>{}()\[\]"'=:,|]+)"""
 _MARK = r"[<\[][^<>\[\]]*[>\]]"
+_WORD = rf"{_MARK}|[^<>\[\]\s]+"
 _SHORTEST_MARK = 3
 _LONGEST_TAIL = 400
+_TWICE = len(("before", "between", "after"))
 
 # Readers of calls. `read` returns the calls at the start of a text, at least one, and the rest of it. `tools`: by name.
 # `shown`: the format, for the policy to read.
@@ -254,9 +256,9 @@ class RenderedCalls:
     def _format(self, reader: Any, call: str) -> TemplateFormat | None:
         before, _, after = self.one.partition(call)
         between = None
-        if self.two is not None and self.two.count(call) > 1:
-            before, between, after = self.two.split(call)
-        before = before.rpartition(_TOOL)[2]
+        if self.two is not None and len(parts := re.split(_lenient(call), self.two)) == _TWICE:
+            before, between, after = parts
+        before = re.split(f"{_TOOL}|{_IDS[0]}", before)[-1]
         if isinstance(reader, JsonCalls | PythonCalls):
             before, after = before.rstrip("[ \n"), after.lstrip("] \n")
         unit, close = before.strip(), after
@@ -264,17 +266,20 @@ class RenderedCalls:
             unit = _from_mark(_shared_end(before, between)).strip(" \n,;")
             close = _to_mark(_shared_start(between, after))
         section = before.strip().removesuffix(unit)
-        words = [before[: word.end()].strip() for word in re.finditer(r"\S+", before)]
-        opening = next((text for text in words if text not in self.reply), "")
-        marks = re.findall(r"[<\[][^<>\[\]\s]*[>\]]|[^<>\[\]\s]+", after if section else close)
-        closing = marks[-1] if marks else ""
+        opening = next((text for text in _heads(before) if text not in self.reply), "")
+        end, closing = close, next(reversed(re.findall(_WORD, close)), "")
+        if section:  # it ends behind its last call, with what no call has
+            closing = next((text for text in _heads(after[len(close) :]) if text not in call + close), "")
+            end = f"{close}{closing}"
         if len(opening) < _SHORTEST_MARK or opening.isalpha() or 0 < len(closing) < _SHORTEST_MARK:
             return None  # an ordinary text may have it
         if _SENTINEL in repr((opening, closing, section, unit, reader)):
             return None
         if isinstance(reader, TaggedParameters) and not unit:
             return None
-        tails = {_dense(text) for text in (close, after, (between or "").strip().removesuffix(unit))}
+        tails = {_dense(text) for text in (close, end, (between or "").strip().removesuffix(unit))}
+        shown = "".join(self.one.partition(opening)[1:])
+        shown = shown[: shown.rfind(closing) + len(closing)] if closing in shown else shown
         return TemplateFormat(
             opening=opening,
             closing=closing,
@@ -282,7 +287,7 @@ class RenderedCalls:
             before=section,
             unit=unit,
             tails=tuple(sorted(tail for tail in tails if _SENTINEL not in tail)),
-            shown=re.sub("|".join(_SHOWN), lambda found: _SHOWN[found[0]], self.one[self.one.index(opening) :]),
+            shown=re.sub("|".join(_SHOWN), lambda found: _SHOWN[found[0]], shown),
             reader=reader,
         )
 
@@ -388,8 +393,13 @@ def _dense(text: str) -> str:
 
 
 def _lenient(text: str) -> str:
-    """A pattern for `text` with any blanks."""
-    return r"\s*".join(map(re.escape, text.split()))
+    """A pattern for `text` with any blanks and numbers."""
+    return re.sub(r"\d+", r"\\d+", r"\s*".join(map(re.escape, text.split())))
+
+
+def _heads(text: str) -> list[str]:
+    """`text` up to the end of each of its words and marks."""
+    return [text[: word.end()].strip() for word in re.finditer(_WORD, text)]
 
 
 def _shared_start(first: str, second: str) -> str:
