@@ -34,7 +34,7 @@ _IDS = ("call73910", f"functions.{_TOOL}:0")
 _TOKENS: Any = {f"{name}_token": f"<{name}{_SENTINEL}>" for name in ("bos", "eos", "unk", "pad")}
 _SHOWN = {_TOOL: "NAME", _FIRST: "PARAMETER", _SECOND: "OTHER_PARAMETER", _TEXT: "TEXT", str(_NUMBER): "1"}
 
-_NAME = r"""([^\s<>{}()\[\]"'=:,|]+)"""
+_NAME = r"""([^\s<>{}()\[\]"'=:,|]++)"""
 _MARK = r"[<\[][^<>\[\]]*[>\]]"
 _WORD = rf"{_MARK}|[^<>\[\]\s]+"
 _SHORTEST_MARK = 3
@@ -74,14 +74,15 @@ class NamedObject:
     quote: str
 
     def read(self, text: str, tools: Mapping[str, ToolSignature], shown: str) -> tuple[list[Call], str]:
-        named = re.match(rf"{_NAME}\s*{self.head}\s*", text)
+        named = re.match(rf"{_NAME}\s*+{self.head}\s*+", text)
         if named is None:
             return [_unreadable(shown)], ""
         text = text[named.end() :]
         if self.quote:
             mark = re.escape(self.quote)
-            strings = rf"{mark}(.*?){mark}|([^\s{{}}\[\],:\"]+)(?=\s*:)"
-            text = re.sub(strings, lambda m: json.dumps(m[2] if m[1] is None else m[1]), text, flags=re.DOTALL)
+            # A string, or a word, which is a key before a colon.
+            words = rf"{mark}(?P<string>.*?){mark}|(?P<word>[^\s{{}}\[\],:\"]++)(?=(?P<colon>\s*:)?)"
+            text = re.sub(words, _quoted, text, flags=re.DOTALL)
         try:
             arguments, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError) as error:
@@ -99,7 +100,7 @@ class TaggedParameters:
     kind: str
 
     def read(self, text: str, tools: Mapping[str, ToolSignature], shown: str) -> tuple[list[Call], str]:
-        named = re.match(rf"{_NAME}\s*{self.head}\s*", text)
+        named = re.match(rf"{_NAME}\s*+{self.head}\s*+", text)
         if named is None:
             return [_unreadable(shown)], ""
         types = tools[named[1]].types if named[1] in tools else {}
@@ -376,6 +377,12 @@ def _keys_to(wanted: object, value: object) -> tuple[str, ...]:
         if keys := _keys_to(wanted, item):
             return (key, *keys)
     return ()
+
+
+def _quoted(word: re.Match[str]) -> str:
+    if word["string"] is not None:
+        return json.dumps(word["string"])
+    return json.dumps(word["word"]) if word["colon"] else word["word"]
 
 
 def _inside(value: Any, keys: Sequence[str]) -> Any:
