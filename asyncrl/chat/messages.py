@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from asyncrl.chat.fields import MAX_DEPTH, Fields, json_value
-from asyncrl.data.tool_calls import ToolSignature
+from asyncrl.data.call_values import ToolSignature, signature_of
 
 MAX_TOOLS = 1024
 
@@ -66,11 +66,8 @@ class OfferedTool(Fields):
 
 def signatures(tools: Sequence[Mapping[str, Any]]) -> tuple[ToolSignature, ...]:
     """Signatures, for parsers, of tools in OpenAI's form that were checked as `OfferedTool`s."""
-    found = []
-    for tool in tools:
-        properties = (tool["function"].get("parameters") or {}).get("properties") or {}
-        found.append(ToolSignature(tool["function"]["name"], next(iter(properties), None)))
-    return tuple(found)
+    functions = [tool["function"] for tool in tools]
+    return tuple(signature_of(function["name"], function.get("parameters") or {}) for function in functions)
 
 
 def for_template(message: Fields) -> dict[str, Any]:

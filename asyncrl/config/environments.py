@@ -51,7 +51,7 @@ class ToolUseConfig:
     """Names from asyncrl.environments.tools (calculator, python, search), or custom `package.module:Name`."""
     parser: Literal["auto", "hermes", "json", "tagged"] = "auto"
     """How calls are found in the text. hermes: JSON between <tool_call> tags (Qwen). json: a bare JSON object (Llama
-    3). tagged: `<name>arguments</name>`. auto: by the chat template."""
+    3). tagged: `<name>arguments</name>`. auto: as the chat template writes calls."""
     max_turns: PositiveInt = 4
     """Responses of the policy in one trajectory."""
     max_trajectory_tokens: PositiveInt | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from asyncrl.data.stop_strings import StopStrings, StopTable
-from asyncrl.data.tool_calls import PARSERS, TAGS, MalformedCall, ParserName, ToolCall, ToolSignature
+from asyncrl.data.tool_calls import PARSERS, CallParser, ToolCall, ToolSignature, call_tags, shown
 
 Part = str | ToolCall
 """A piece of text or a complete call."""
@@ -25,19 +25,22 @@ class CallFormat:
 
     Attributes:
         single: the reply ends with its first call.
-        tags: opening tag -> closing tag; empty for `json`, where a whole reply is calls or text.
+        tags: as `call_tags`; empty for `json`, where a whole reply is calls or text.
+        marks: texts with the tags and what else calls are written with.
         openings: finds the opening tags.
     """
 
-    parser: ParserName
+    parser: CallParser
     tools: tuple[ToolSignature, ...]
     single: bool = False
     tags: dict[str, str] = field(init=False, repr=False, compare=False)
+    marks: tuple[str, ...] = field(init=False, repr=False, compare=False)
     openings: StopTable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        tags = {} if self.parser == "json" else TAGS[self.parser](self.tools)
+        tags = call_tags(self.parser, self.tools)
         object.__setattr__(self, "tags", tags)
+        object.__setattr__(self, "marks", (*tags, *tags.values(), shown(self.parser)))
         object.__setattr__(self, "openings", StopTable(list(tags)))
 
 
@@ -85,18 +88,19 @@ class CallSplitter:
                 if (found := self._text.found) is None:
                     break
                 piece = self._text.rest
-                self._body, self._call = [found], StopStrings(StopTable([self._form.tags[found]]))
+                closing = self._form.tags[found]
+                self._body, self._call = [found], StopStrings(StopTable([closing] if closing else []))
         return joined_parts(parts)
 
     def finish(self) -> tuple[Part, ...]:
-        """The rest at the end of the reply. An unclosed call is text."""
+        """The rest at the end of the reply. An unclosed call is text, unless the format allows it."""
         parts: list[Part] = []
         if self.done:
             return ()
         if self._begins or self._is_json:
-            self._end_json(parts)
+            self._end_call("", parts)
         elif self._call is not None:
-            self._say("".join(self._body) + self._call.finish(), parts)
+            self._end_call(self._call.finish(), parts)
         elif self._text is not None:
             self._say(self._text.finish(), parts)
         if self.num_calls == 0:
@@ -113,16 +117,19 @@ class CallSplitter:
         if text[end:]:
             self._blanks.append(text[end:])
 
-    def _end_call(self, closing: str, parts: list[Part]) -> None:
-        text = "".join(self._body) + closing
+    def _end_call(self, end: str, parts: list[Part]) -> None:
+        """Adds the calls of the body; its text, if one of them is malformed or there are none."""
+        text = "".join(self._body) + end
         self._body, self._call, self._text = [], None, StopStrings(self._form.openings)
-        (call,) = self._parse(text, self._form.tools)
-        if isinstance(call, MalformedCall):
+        calls = self._parse(text, self._form.tools)
+        made = [call for call in calls if isinstance(call, ToolCall)]
+        if not made or len(made) < len(calls):
             self._say(text, parts)
-        else:
-            self._blanks, self._after_call = [], True
-            self.num_calls += 1
-            parts.append(call)
+            return
+        kept = made[:1] if self._form.single else made
+        self._blanks, self._after_call = [], True
+        self.num_calls += len(kept)
+        parts.extend(kept)
 
     def _json_begins(self, piece: str) -> str:
         """The part of `piece` that is final text: empty while the reply is, or may become, JSON."""
@@ -136,17 +143,6 @@ class CallSplitter:
         self._begins = False
         said, self._body = "".join(self._body), []
         return said
-
-    def _end_json(self, parts: list[Part]) -> None:
-        text = "".join(self._body)
-        calls = self._parse(text, self._form.tools)
-        made = [call for call in calls if isinstance(call, ToolCall)]
-        if not made or len(made) < len(calls):
-            self._say(text, parts)
-            return
-        kept = made[:1] if self._form.single else made
-        self.num_calls = len(kept)
-        parts.extend(kept)
 
 
 def joined_parts(parts: Sequence[Part]) -> tuple[Part, ...]:

@@ -15,7 +15,7 @@ import jinja2
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.thinking import Thinking
-from asyncrl.data.tool_calls import ParserName, ToolPrompt, parser_for, template_text, with_tools, written
+from asyncrl.data.tool_calls import CallParser, ToolPrompt, parser_for, template_text, with_tools, written
 from asyncrl.errors import DataError, explain
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ChatTemplate:
         self.text = template_text(tokenizer)
         self.unused: set[str] = set()
         self._tokenizer = tokenizer
-        self._parser: ParserName = parser_for(parser, self.text)
+        self._parser: CallParser = parser_for(parser, self.text)
         self._options: dict[str, Any] = {}
         if model.enable_thinking is not None:
             self._options["enable_thinking"] = model.enable_thinking

@@ -10,13 +10,27 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
+
+from asyncrl.data.call_values import (
+    Call,
+    MalformedCall,
+    ToolCall,
+    ToolSignature,
+    from_json,
+    from_value,
+    not_json,
+)
+from asyncrl.data.template_calls import RenderedCalls, TemplateFormat, rendered_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 ParserName = Literal["hermes", "json", "tagged"]
+CallParser = ParserName | TemplateFormat
+"""What finds calls: a format by name, or that of a chat template."""
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 _NAMED = '{"name": "NAME", "arguments": {...}}'
@@ -27,29 +41,6 @@ _WRITTEN: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    name: str
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class MalformedCall:
-    """An unusable call. `error`: for the policy to read."""
-
-    error: str
-    name: str = "tool"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolSignature:
-    """The part of a tool that parsers need; `first`: name of its first parameter."""
-
-    name: str
-    first: str | None = None
-
-
-Call = ToolCall | MalformedCall
 Parser = Callable[[str, Sequence[ToolSignature]], list[Call]]
 
 
@@ -60,7 +51,7 @@ def parse_hermes(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
         if not match[2]:
             calls.append(MalformedCall("the call is not closed by </tool_call>"))
         else:
-            calls.append(_from_json(match[1].strip(), _WRITTEN["hermes"]))
+            calls.append(from_json(match[1].strip(), _WRITTEN["hermes"]))
     return calls
 
 
@@ -75,9 +66,9 @@ def parse_json(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
         try:
             value, end = decoder.raw_decode(rest)
         except (ValueError, RecursionError) as error:
-            calls.append(MalformedCall(_not_json(error, _WRITTEN["json"])))
+            calls.append(MalformedCall(not_json(error, _WRITTEN["json"])))
             break
-        calls.append(_from_value(value, _WRITTEN["json"]))
+        calls.append(from_value(value, _WRITTEN["json"]))
         rest = rest[end:].lstrip(" \t\r\n;,")
     return calls
 
@@ -107,43 +98,73 @@ def parse_between(text: str, tools: Sequence[ToolSignature], opening: str, closi
     text = text.strip()
     if len(tools) == 1 and not _names_tool(text):
         return _tagged(tools[0], text)
-    return _from_json(text, f"{opening}{_NAMED}{closing}")
+    return from_json(text, f"{opening}{_NAMED}{closing}")
 
 
-TAGS: dict[ParserName, Callable[[Sequence[ToolSignature]], dict[str, str]]] = {
-    "hermes": lambda tools: {"<tool_call>": "</tool_call>"},
-    "tagged": lambda tools: {f"<{tool.name}>": f"</{tool.name}>" for tool in tools},
-}
-"""Format -> (opening tag -> closing tag), for formats with tags."""
+def call_tags(parser: CallParser, tools: Sequence[ToolSignature]) -> dict[str, str]:
+    """Opening tag -> closing tag, which is empty where calls end with the reply; none for `json`."""
+    if isinstance(parser, TemplateFormat):
+        return {parser.opening: parser.closing}
+    if parser == "tagged":
+        return {f"<{tool.name}>": f"</{tool.name}>" for tool in tools}
+    return {"<tool_call>": "</tool_call>"} if parser == "hermes" else {}
 
-PARSERS: dict[ParserName, Parser] = {"hermes": parse_hermes, "json": parse_json, "tagged": parse_tagged}
+
+def text_before_calls(text: str, parser: CallParser, tools: Sequence[ToolSignature]) -> str:
+    """What a reply with calls says before the first one."""
+    return text[: min((text.find(tag) for tag in call_tags(parser, tools) if tag in text), default=0)]
+
+
+class _Parsers(dict[Any, Parser]):
+    """The parsers by name. That of a `TemplateFormat` is its own."""
+
+    def __missing__(self, parser: TemplateFormat) -> Parser:
+        return parser.parse
+
+
+PARSERS = _Parsers({"hermes": parse_hermes, "json": parse_json, "tagged": parse_tagged})
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template; all of them joined if the tokenizer has several."""
+    """The chat template; that for tools if the tokenizer has several."""
     templates = tokenizer.chat_template
-    return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+    return str(templates.get("tool_use", templates.get("default")) if isinstance(templates, dict) else templates)
 
 
-def parser_for(name: str, template: str) -> ParserName:
-    """The parser `name`; `auto`: the format of the chat template, hermes if it has none."""
+def parser_for(name: str, template: str) -> CallParser:
+    """The parser `name`; `auto`: that of the calls that the chat template writes, hermes if it writes none."""
     if name != "auto":
         assert name in PARSERS, name
         return name  # type: ignore[return-value]
-    return format_of(template) or "hermes"
+    return _calls_of(template)[0] or "hermes"
 
 
-def format_of(template: str) -> ParserName | None:
-    """The format in which a chat template writes calls; None if it writes none, or an unsupported one."""
-    if "<tool_call>" in template:
-        return "hermes"
-    return "json" if re.search(r'ipython|<\|python_tag\|>|[\'"]parameters\\*"', template) else None
+def format_of(template: str) -> CallParser | None:
+    """The format in which a chat template writes the calls of messages as clients send them: with a text, which may be
+    empty, and arguments as an object. None if it writes none, or one that cannot be read."""
+    found, rendered = _calls_of(template)
+    return found if rendered is not None and rendered.is_usual else None
 
 
-def described(schemas: Sequence[Mapping[str, Any]], parser: ParserName) -> str:
+@cache
+def _calls_of(template: str) -> tuple[CallParser | None, RenderedCalls | None]:
+    """The format of a template's calls, of messages in any form, and the calls from which it is known."""
+    for rendered in rendered_calls(template):
+        named = (name for name, parse in PARSERS.items() if rendered.are_read(parse))
+        if (found := next(named, None) or rendered.format()) is not None:
+            return found, rendered
+    return None, None
+
+
+def described(schemas: Sequence[Mapping[str, Any]], parser: CallParser) -> str:
     """The tools and how to call them, in words."""
     listed = "\n".join(json.dumps(schema.get("function", schema)) for schema in schemas)
-    return f"You can call these tools:\n{listed}\nTo call one, write {_WRITTEN[parser]} and wait for its result."
+    return f"You can call these tools:\n{listed}\nTo call one, write {shown(parser)} and wait for its result."
+
+
+def shown(parser: CallParser) -> str:
+    """How a call is written."""
+    return parser.shown if isinstance(parser, TemplateFormat) else _WRITTEN[parser]
 
 
 def described_between(schemas: Sequence[Mapping[str, Any]], opening: str, closing: str, result: str) -> str:
@@ -156,7 +177,7 @@ def described_between(schemas: Sequence[Mapping[str, Any]], opening: str, closin
     )
 
 
-def written(name: str, arguments: Mapping[str, Any], parser: ParserName) -> str:
+def written(name: str, arguments: Mapping[str, Any], parser: CallParser) -> str:
     """A call as the policy writes it in the format of `parser`."""
     if parser == "tagged":
         return f"<{name}>{json.dumps(arguments)}</{name}>"
@@ -191,37 +212,6 @@ def _names_tool(text: str) -> bool:
     )
 
 
-def _from_json(text: str, shown: str) -> Call:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return MalformedCall(_not_json(error, shown))
-    return _from_value(value, shown)
-
-
-def _from_value(value: object, shown: str) -> Call:
-    """Also accepts OpenAI's nesting {"function": {"name", "arguments"}} and arguments as a JSON string. `shown`: the
-    format, for the policy to read."""
-    if isinstance(value, dict) and isinstance(value.get("function"), dict):
-        value = value["function"]
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return MalformedCall(f"the call has no name; write {shown}")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return MalformedCall(_not_json(error, shown), value["name"])
-    if not isinstance(arguments, dict):
-        return MalformedCall(f"the arguments are no object; write {shown}", value["name"])
-    return ToolCall(value["name"], arguments)
-
-
-def _not_json(error: Exception, shown: str) -> str:
-    what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-    return f"the call is not JSON ({what}); write {shown}"
-
-
 # Tells the policy its tools: through the chat template if it supports tools, else in a system message.
 
 
@@ -235,28 +225,28 @@ class ToolPrompt:
     in_words: bool = False
 
 
-def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+def tools_for(schemas: Sequence[Mapping[str, Any]], parser: CallParser, template: str) -> ToolPrompt:
+    """Names the tools through the chat template where it writes calls as `parser` reads them, else in words."""
+    return ToolPrompt(tuple(schemas), described(schemas, parser), in_words=_calls_of(template)[0] != parser)
+
+
+def takes_tools(template: str) -> bool:
     """True if the chat template renders tools."""
-    templates = tokenizer.chat_template
-    if isinstance(templates, dict):
-        return "tool_use" in templates or any(_names_tools(t) for t in templates.values())
-    return _names_tools(str(templates))
+    return re.search(r"\btools\b", template) is not None
 
 
 def with_tools(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: ToolPrompt | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages and options for `apply_chat_template` that make the prompt name the tools."""
-    plain = [dict(message) for message in messages]
+    template = template_text(tokenizer)
+    rendered = _calls_of(template)[1]
+    plain = [dict(message) if rendered is None else rendered.takes(message) for message in messages]
     if tools is None or not tools.schemas:
         return plain, {}
-    if takes_tools(tokenizer) and not tools.in_words:
+    if takes_tools(template) and not tools.in_words:
         return plain, {"tools": [dict(schema) for schema in tools.schemas]}
     if plain and plain[0].get("role") == "system":
         plain[0]["content"] = f"{plain[0]['content']}\n\n{tools.text}"
         return plain, {}
     return [{"role": "system", "content": tools.text}, *plain], {}
-
-
-def _names_tools(template: str) -> bool:
-    return re.search(r"\btools\b", template) is not None

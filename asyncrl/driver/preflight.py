@@ -29,7 +29,7 @@ from asyncrl.data.tokenizer import (
     stop_token_ids,
     vocabulary,
 )
-from asyncrl.data.tool_calls import format_of, takes_tools, template_text
+from asyncrl.data.tool_calls import parser_for, shown, template_text, tools_for
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.driver.cluster.placement import Demand, describe_demand, joined_address, visible_gpus
 from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes, trainer_plan
@@ -312,13 +312,14 @@ def _sandbox_notes(recipe: Recipe) -> list[str]:
 
 
 def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    rollout = recipe.rollout
-    is_guessed = rollout.environment in ("tool_use", "agent", "verifiers") and rollout.tool_use.parser == "auto"
-    if is_guessed and takes_tools(tokenizer) and format_of(template_text(tokenizer)) is None:
-        yield (
-            "the chat template takes tools and shows no call in a format that a parser knows: hermes is tried; "
-            "see that calls are found (reward/part/tool_calls), or set model.chat_template or rollout.tool_use.parser"
-        )
+    if recipe.rollout.environment not in ("tool_use", "agent", "verifiers"):
+        return
+    template = template_text(tokenizer)
+    parser = parser_for(recipe.rollout.tool_use.parser, template)
+    how = "as the chat template writes them"
+    if tools_for((), parser, template).in_words:
+        how = "which the prompt explains in words, since the chat template writes no calls that are read so"
+    yield f"tool calls: {shown(parser)!r}, {how} (rollout.tool_use.parser)"
 
 
 def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = True) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from asyncrl.config.environments import AgentConfig
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.chat import Chat
-from asyncrl.data.tool_calls import ParserName, parser_for
+from asyncrl.data.tool_calls import CallParser, parser_for
 from asyncrl.environments.agent_program import AgentProgram
 from asyncrl.environments.agent_session import AgentSession, TurnLimit
 from asyncrl.environments.environment import Session, Task, limits_of
@@ -65,7 +65,7 @@ class AgentEndpoint:
         self._trajectory_timeout_s = recipe.rollout.trajectory_timeout_s
         self._max_turns = max_turns
         self._limits = limits_of(recipe)
-        self._parser: ParserName = parser_for(recipe.rollout.tool_use.parser, chat.template)
+        self._parser: CallParser = parser_for(recipe.rollout.tool_use.parser, chat.template)
         self._server: AgentServer | None = None
 
     async def start(self) -> None:

@@ -106,15 +106,15 @@ def parse_request(body: object) -> AgentRequest:
     )
 
 
-def reply_message(text: str, calls: Sequence[Call], number: int) -> dict[str, Any]:
-    """The assistant's message in answer to request `number`. A text with a malformed call stays text for the agent."""
+def reply_message(text: str, before: str, calls: Sequence[Call], number: int) -> dict[str, Any]:
+    """The assistant's message in answer to request `number`. A text with a malformed call stays text for the agent.
+    `before`: the part of `text` before its calls."""
     made = [call for call in calls if isinstance(call, ToolCall)]
     if not made or len(made) < len(calls):
         return {"role": "assistant", "content": text}
-    before = text.split("<tool_call>", 1)[0].strip() if "<tool_call>" in text else ""
     return {
         "role": "assistant",
-        "content": before,
+        "content": before.strip(),
         "tool_calls": [
             {
                 # deterministic, for replays; some templates want nine characters

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.chat.fields import ApiError
 from asyncrl.chat.messages import with_names
-from asyncrl.data.tool_calls import PARSERS, ParserName, ToolPrompt, described
+from asyncrl.data.tool_calls import PARSERS, CallParser, ToolPrompt, text_before_calls, tools_for
 from asyncrl.environments.agent_requests import AgentReply, AgentRequest, reply_message
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.environment import Session, TrajectoryLimits
@@ -55,7 +55,7 @@ class AgentSession:
         session: Session,
         limits: TrajectoryLimits,
         max_turns: TurnLimit,
-        parser: ParserName,
+        parser: CallParser,
         *,
         all_branches: bool = False,
     ) -> None:
@@ -64,7 +64,7 @@ class AgentSession:
         self._all_branches = all_branches
         self._limits = limits
         self._max_turns = max_turns
-        self._parser: ParserName = parser
+        self._parser: CallParser = parser
         self._nodes: list[_Node] = []
         self._order = asyncio.Lock()
         self._closed = False
@@ -143,9 +143,11 @@ class AgentSession:
             if self._closed:
                 raise ApiError(409, "the agent of this conversation has returned")
             conversation.add_response(made)
-            text = self._session.chat.decode_turn(made.token_ids)
+            chat = self._session.chat
+            text = chat.decode_turn(made.token_ids)
             calls = PARSERS[self._parser](text, request.signatures) if request.tools else []
-            message = reply_message(self._session.chat.decode_text(made.token_ids), calls, self.num_requests)
+            before = chat.decode_text(chat.encode(text_before_calls(text, self._parser, request.signatures)))
+            message = reply_message(chat.decode_text(made.token_ids), before, calls, self.num_requests)
             messages = *request.messages, message
             self._nodes.append(_Node(messages, request.tools, conversation, made, prompt_tokens, parent))
             reason = "tool_calls" if "tool_calls" in message else made.finish_reason
@@ -178,7 +180,7 @@ class AgentSession:
         return found
 
     def _tools(self, request: AgentRequest) -> ToolPrompt | None:
-        return ToolPrompt(request.tools, described(request.tools, self._parser)) if request.tools else None
+        return tools_for(request.tools, self._parser, self._session.chat.template) if request.tools else None
 
 
 def _recorded(replies: Sequence[_Node]) -> Trajectory:

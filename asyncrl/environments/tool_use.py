@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from asyncrl.config.environments import ToolUseConfig
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.chat import Chat, Message
-from asyncrl.data.tool_calls import PARSERS, Call, ToolPrompt, described, parser_for
+from asyncrl.data.tool_calls import PARSERS, Call, ToolPrompt, parser_for, tools_for
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.environment import Session, Task, TrajectoryLimits, limits_of
 from asyncrl.environments.observation import for_policy, speakable
@@ -19,8 +19,7 @@ from asyncrl.types import Trajectory
 
 def tool_prompt(config: ToolUseConfig, template: str) -> ToolPrompt:
     """The description of the tools for the policy's prompt. Blocks, and raises, as `tool_schemas`."""
-    schemas = tool_schemas(config)
-    return ToolPrompt(schemas, described(schemas, parser_for(config.parser, template)))
+    return tools_for(tool_schemas(config), parser_for(config.parser, template), template)
 
 
 class ToolUse:

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.environments import ToolUseConfig
 from asyncrl.config.recipe import Recipe
-from asyncrl.data.tool_calls import Call, MalformedCall, ToolSignature
+from asyncrl.data.call_values import Call, MalformedCall, ToolSignature, signature_of
 from asyncrl.environments.custom import require_package_of
 from asyncrl.environments.tools import build_tools, schema_of
 from asyncrl.environments.tools.mcp_server import McpServer, McpTool, list_mcp_tools
@@ -45,7 +45,7 @@ class Toolbox:
         self._servers: tuple[McpServer, ...] = ()
         self._served: dict[str, tuple[McpServer, McpTool]] = {}
         """Name of a tool -> its MCP server."""
-        self.signatures = tuple(map(_signature, self._own_tools))
+        self.signatures = _signatures(self._own_tools)
         """Signatures of all tools; `start` adds the MCP tools."""
 
     async def start(self) -> None:
@@ -64,7 +64,7 @@ class Toolbox:
             raise
         self._served = {tool.name: (server, tool) for server in self._servers for tool in server.tools}
         tools = [tool for server in self._servers for tool in server.tools]
-        self.signatures = tuple(map(_signature, _all_named_once([*self._own_tools, *tools])))
+        self.signatures = _signatures(_all_named_once([*self._own_tools, *tools]))
 
     async def close(self) -> None:
         """Ends the tool processes and MCP servers. Idempotent."""
@@ -92,8 +92,8 @@ def _all_named_once(tools: Sequence[ToolDescription]) -> Sequence[ToolDescriptio
     return tools
 
 
-def _signature(tool: ToolDescription) -> ToolSignature:
-    return ToolSignature(tool.name, next(iter(tool.parameters.get("properties", {})), None))
+def _signatures(tools: Sequence[ToolDescription]) -> tuple[ToolSignature, ...]:
+    return tuple(signature_of(tool.name, tool.parameters) for tool in tools)
 
 
 # Tools in worker processes.

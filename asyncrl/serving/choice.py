@@ -79,8 +79,7 @@ class ChoiceForm:
         self.options = options
         self.stops = StopTable(options.stop)
         self.calls = calls
-        tags = () if calls is None else (*calls.tags, *calls.tags.values())
-        hidden = options.skip_special_tokens and not text.hides(tags)
+        hidden = options.skip_special_tokens and not text.hides(() if calls is None else calls.marks)
         self.decode: Decode = text.decode if hidden else text.decode_with_special_tokens
 
 

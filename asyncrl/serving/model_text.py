@@ -11,7 +11,7 @@ from asyncrl.chat.fields import ApiError
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat import Chat
 from asyncrl.data.tokenizer import stop_token_ids
-from asyncrl.data.tool_calls import ParserName, ToolPrompt, described, parser_for, template_text
+from asyncrl.data.tool_calls import CallParser, parser_for, template_text, tools_for
 from asyncrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ModelText:
     ) -> None:
         self._tokenizer = tokenizer
         self._chat = Chat(tokenizer, model, parser)
-        self.parser: ParserName = parser_for(parser, template_text(tokenizer))
+        self.parser: CallParser = parser_for(parser, template_text(tokenizer))
         self._specials = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         self.vocab_size = vocab_size or len(tokenizer)
         self.max_model_len = max_model_len
@@ -54,7 +54,7 @@ class ModelText:
         self._require_short("messages", _written_size(messages))
         self._require_short("tools", _written_size(tools))
         try:
-            return self._chat.prompt(messages, ToolPrompt(tuple(tools), described(tools, self.parser)))
+            return self._chat.prompt(messages, tools_for(tools, self.parser, self._chat.template))
         except DataError as e:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from e
 

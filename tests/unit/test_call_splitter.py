@@ -9,10 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.data.call_splitter import CallFormat, CallSplitter, joined_parts
-from asyncrl.data.tool_calls import PARSERS, ToolCall, ToolSignature, written
+from asyncrl.data.tool_calls import PARSERS, ToolCall, ToolSignature, parser_for, written
+from tests.templates_of_calls import CALLS as TEMPLATE_CALLS
+from tests.templates_of_calls import reply_with, template_of
 
 TOOLS = (ToolSignature("add", "a"), ToolSignature("search", "query"), ToolSignature("now"))
-FORMATS = st.builds(CallFormat, st.sampled_from(sorted(PARSERS)), st.just(TOOLS), st.booleans())
+TEMPLATES = [template_of(calls) for calls in TEMPLATE_CALLS.values()]
+DERIVED = [parser_for("auto", template) for template in TEMPLATES]
+FORMATS = st.builds(CallFormat, st.sampled_from([*sorted(PARSERS), *DERIVED]), st.just(TOOLS), st.booleans())
 WORDS = st.sampled_from(
     ["hello", " ", "\n", "<tool_call>", "</tool_call>", "<add>", "</add>", "<tool", '{"name": "add"}', "{", "<|python_"]
 )
@@ -22,7 +26,8 @@ CALLS = st.builds(
     st.dictionaries(st.sampled_from("ab"), st.integers() | st.text("<a é>", max_size=4), max_size=2),
     st.sampled_from(sorted(PARSERS)),
 )
-TEXT = st.lists(WORDS | CALLS, max_size=8).map("".join)
+OF_TEMPLATES = st.sampled_from([reply_with(t, ToolCall("add", {"a": 1}), ToolCall("now", {})) for t in TEMPLATES])
+TEXT = st.lists(WORDS | CALLS | OF_TEMPLATES, max_size=8).map("".join)
 
 
 def split_calls(text, form):

@@ -13,6 +13,7 @@ from tests.environments import QWEN, tokenizer_with
 from tests.make import quickstart
 
 MISTRAL = QWEN.replace("<tool_call>", "[TOOL_CALLS]")
+WITHOUT_CALLS = QWEN.replace("message.tool_calls or []", "[]")
 
 
 @pytest.fixture
@@ -125,18 +126,23 @@ def test_a_held_out_set_that_repeats_its_questions_is_noted(checked) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "template", "noted"),
+    ("overrides", "template", "form", "how"),
     [
-        (["rollout.environment=tool_use"], QWEN, False),
-        (["rollout.environment=tool_use"], MISTRAL, True),
-        (["rollout.environment=interleaved_tool_use"], MISTRAL, False),
-        (["rollout.environment=tool_use", "rollout.tool_use.parser=tagged"], MISTRAL, False),
-        ([], MISTRAL, False),
+        (["rollout.environment=tool_use"], QWEN, "<tool_call>{", "as the chat template writes them"),
+        (["rollout.environment=tool_use"], MISTRAL, "[TOOL_CALLS]", "as the chat template writes them"),
+        (["rollout.environment=tool_use"], WITHOUT_CALLS, "<tool_call>{", "in words"),
+        (["rollout.environment=tool_use", "rollout.tool_use.parser=tagged"], MISTRAL, "<NAME>", "in words"),
     ],
 )
-def test_a_template_whose_calls_no_parser_reads_is_noted(checked, overrides, template, noted) -> None:
-    lines = checked(*overrides, template=template)
-    assert any("no parser" in line or "a parser knows" in line for line in lines) == noted
+def test_the_plan_says_how_tools_are_called(checked, overrides, template, form, how) -> None:
+    [told] = [line for line in checked(*overrides, template=template) if "tool calls:" in line]
+    assert form in told
+    assert how in told
+
+
+@pytest.mark.parametrize("overrides", [[], ["rollout.environment=interleaved_tool_use"]])
+def test_the_plan_says_nothing_of_calls_that_no_template_writes(checked, overrides) -> None:
+    assert not any("tool calls:" in line for line in checked(*overrides, template=MISTRAL))
 
 
 def test_what_confines_programs_is_told_of_the_tool_too(checked) -> None:

@@ -12,13 +12,13 @@ from asyncrl.data.tool_calls import (
     ToolCall,
     ToolSignature,
     described,
-    format_of,
     parse_between,
     parse_hermes,
     parse_json,
     parse_tagged,
     parser_for,
 )
+from tests.environments import QWEN
 
 TOOLS = (ToolSignature("calculator", "expression"), ToolSignature("search", "query"), ToolSignature("now"))
 JSON = st.recursive(
@@ -114,10 +114,9 @@ def test_a_single_tool_may_be_called_in_every_nesting():
 
 
 def test_auto_follows_the_chat_template():
-    assert parser_for("auto", "{% if tools %}<tool_call>{% endif %}") == "hermes"
-    assert parser_for("auto", '{{- \'{"name": "\' + n + \'", "parameters": \' }}{{ "<|python_tag|>" }}') == "json"
+    assert parser_for("auto", QWEN) == "hermes"
     assert parser_for("auto", "no tools") == "hermes"
-    assert parser_for("tagged", "<tool_call>") == "tagged"
+    assert parser_for("tagged", QWEN) == "tagged"
 
 
 def test_the_description_teaches_the_format_that_is_parsed():
@@ -127,9 +126,3 @@ def test_the_description_teaches_the_format_that_is_parsed():
         shown = text.split("write ")[1].split(" and wait")[0]
         call = shown.replace("NAME", "calculator").replace("{...}", '{"expression": "1"}').replace("ARGUMENTS", "1")
         assert parse(call, TOOLS) == [ToolCall("calculator", {"expression": "1"})]
-
-
-def test_a_format_that_no_parser_reads_is_told_from_one_that_is_known():
-    assert format_of('<tool_call>{"name": ...}</tool_call> {"parameters": ...}') == "hermes"
-    assert format_of('Environment: ipython, {"name": NAME, "parameters": ARGUMENTS}') == "json"
-    assert format_of("[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS][TOOL_CALLS]") is None
