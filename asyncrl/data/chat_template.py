@@ -57,6 +57,7 @@ class ChatTemplate:
             self._options["strftime_now"] = datetime.fromisoformat(model.date).strftime
         tokens = tokenizer.added_tokens_decoder.values()
         self._specials = [token.content for token in tokens if token.special and len(token.content) > 1]
+        self._firsts = {token[:2] for token in self._specials}
         self._added = {token.content for token in tokens}
 
     def render(
@@ -88,7 +89,8 @@ class ChatTemplate:
 
     def harmless(self, text: str) -> str:
         """`text` with a space inserted into every special token, so that it cannot end its turn."""
-        for token in self._specials:
+        begun = any(first in text for first in self._firsts)  # few: many tokenizers have hundreds of special tokens
+        for token in self._specials if begun else ():
             if token in text:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
