@@ -226,8 +226,11 @@ class ToolPrompt:
 
 
 def tools_for(schemas: Sequence[Mapping[str, Any]], parser: CallParser, template: str) -> ToolPrompt:
-    """Names the tools through the chat template where it writes calls as `parser` reads them, else in words."""
-    return ToolPrompt(tuple(schemas), described(schemas, parser), in_words=_calls_of(template)[0] != parser)
+    """Names the tools through the chat template where it writes calls as `parser` reads them, else in words. Of a
+    template that writes no calls nothing is known but what the recipe says: `auto` has guessed hermes then."""
+    written_as = _calls_of(template)[0]
+    in_words = parser == "hermes" if written_as is None else written_as != parser
+    return ToolPrompt(tuple(schemas), described(schemas, parser), in_words=in_words)
 
 
 def takes_tools(template: str) -> bool:

@@ -50,18 +50,21 @@ class GroupMaker:
         pools: Mapping[str, GenerationClient],
         watch: ReplicaWatch,
         hide: Hidden,
+        *,
+        shows: bool = False,
     ) -> None:
         """
         Args:
             pools: clients of the pools of other models, by section of the recipe.
             hide: for what is logged.
+            shows: logs the first response.
             watch: told while a trajectory, or a reward of a group, is in progress.
         """
         self._recipe = recipe
         self._client = client
         self._pools = pools
         self._watch, self._hide = watch, hide
-        self._has_shown = False
+        self._has_shown = not shows
         self._rewards = RewardPool(recipe.reward, start_timeout_s=recipe.ray.start_timeout_s)
         self._additions: list[Callable[[Trajectory, str], Awaitable[Trajectory]]] = []
         """Scorers and teachers: (trajectory, session id of its group) -> the trajectory with additions."""

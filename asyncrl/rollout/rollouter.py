@@ -127,7 +127,9 @@ class Rollouter:
         if self._train is not None:
             for key, pool in self._recipe.pools.items():
                 self._pools[key] = self._new_client(key, ReplicaTable(), states=("serving",), waits=True, pool=pool)
-        self._maker = GroupMaker(self._recipe, self.client, self._pools, self._watch, self._hide)
+        self._maker = GroupMaker(
+            self._recipe, self.client, self._pools, self._watch, self._hide, shows=self._train is not None
+        )
         await self._maker.start()
         self._failure = asyncio.get_running_loop().create_future()
         return await self.stats()
