@@ -249,12 +249,19 @@ def _of_run(arguments: argparse.Namespace, found: FoundCheckpoint, scratch: Path
         named = [o.partition("=")[0] for o in arguments.overrides if not o.startswith("model.")]
         named += ["model.trust_remote_code"] * arguments.trust_remote_code
         if arguments.reward is not None:
-            named += [key for key in reaches_out(recipe) if key.startswith(("reward.function", "reward.parts."))]
+            named += ["reward.function", "reward.parts"]
+        for key in reaches_out(recipe).keys() & set(named):
+            recipe = _without(recipe, key)  # a mapping would be merged with that of the command line
         do = f"else {instead}, or name what is yours on the command line: --reward NAME, {TRUST_CODE}, key=value"
-        require_trusted(asked, recipe, do, named=named)
+        require_trusted(asked, recipe, do)
     file = scratch / "run.json"
     file.write_text(json.dumps(recipe))
     return asdict(load_recipe(file, []))
+
+
+def _without(sections: Mapping[str, Any], key: str) -> dict[str, Any]:
+    name, _, inner = key.partition(".")
+    return {n: _without(s, inner) if n == name else s for n, s in sections.items() if n != name or inner}
 
 
 def _asked(arguments: argparse.Namespace, sections: Mapping[str, Any]) -> dict[str, Any]:
