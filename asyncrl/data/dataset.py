@@ -121,7 +121,7 @@ def _read_file(path: Path, schema: Schema) -> Iterator[PromptRow]:
 
 def _read_jsonl(path: Path, schema: Schema) -> Iterator[PromptRow]:
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a byte order mark
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield parse_json_line(line, f"{path}:{number}", schema)
