@@ -1,8 +1,10 @@
-"""Builds records from the plain values of JSON, with every field checked: a file may contain anything."""
+"""Reads JSON, and builds records from its plain values with every field checked: a file may contain anything."""
 
 from __future__ import annotations
 
 import functools
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
@@ -10,8 +12,49 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from asyncrl.ranges import in_range, range_in_words
 
+LARGEST = 1e100
+"""Larger numbers in a file measure nothing, and sums of them overflow."""
 Reader = Callable[[Any, str], Any]
 """(value, its place for messages) -> the checked value."""
+
+
+def read_json(text: str | bytes) -> Any:
+    """The value of a JSON text that may hold anything. Raises ValueError.
+
+    A number that is not finite, over LARGEST or over 64 bits becomes None; what is no character, a question mark.
+    """
+    text = text.decode("utf-8-sig", errors="replace") if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text, parse_constant=lambda _: None, parse_float=_number, parse_int=_whole)
+        if "\\ud" in text.lower():  # half of a surrogate pair, perhaps, which nothing can write or print
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+        return value
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _number(digits: str) -> float | None:
+    return value if abs(value := float(digits)) <= LARGEST else None
+
+
+def _whole(digits: str) -> int | None:
+    return value if len(digits) <= 20 and -(2**63) <= (value := int(digits)) < 2**64 else None
+
+
+def write_json(value: Any, **options: Any) -> str:
+    """As `json.dumps`, with null for numbers that are not finite, which JSON cannot express."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_finite(value), **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def from_plain(kind: Any, value: Any, at: str = "") -> Any:
@@ -32,6 +75,8 @@ def _reader(kind: Any) -> Reader:
     origin, inner = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return _record(kind)
+    if kind is Any:
+        return lambda value, at: value
     if origin is Annotated:
         return _in_range(_reader(inner[0]), inner[1:])
     if origin in (Union, UnionType):

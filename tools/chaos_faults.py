@@ -17,6 +17,8 @@ from tools.chaos_driver import COMMANDS, Driver
 ROLES = (*COMMANDS, "driver", "disk", "checkpoint")
 STOPPED = ("replica", "rollouter", "trainer", "queue")
 LONGEST_STOP_S = 12.0
+LONGEST_WAKE_S = 6.0
+"""A process that Ray was asked to kill while it is stopped lives about so long."""
 LONGEST_FULL_S = 8.0
 
 
@@ -54,6 +56,8 @@ class Saboteur:
         self._roles, self._work, self._disk_mb = roles, work, disk_mb
         self._rng = random.Random(seed)
         self._wakes: list[tuple[float, psutil.Process]] = []
+        self._wakes_when_lost: list[tuple[str, psutil.Process]] = []
+        """Stopped until the run has noticed it; they wake while it replaces them."""
         self._ballast: Path | None = None
         self._free_at = 0.0
         self._mount: Path | None = None
@@ -68,12 +72,12 @@ class Saboteur:
     @property
     def holds(self) -> bool:
         """Something is stopped or full that will be taken back."""
-        return self.disk_is_full or bool(self._wakes)
+        return self.disk_is_full or bool(self._wakes or self._wakes_when_lost)
 
     def faults(self, driver: Callable[[], Driver], step: Callable[[], int]) -> Iterator[Fault]:
         """Faults, injected as they are drawn: every kind once in random order, then again. Ends when none can be."""
         kinds = [(role, "kill") for role in (*COMMANDS, "driver") if role in self._roles]
-        kinds += [(role, how) for role in STOPPED if role in self._roles for how in ("stop", "hang")]
+        kinds += [(role, how) for role in STOPPED if role in self._roles for how in ("stop", "hang", "wake")]
         files = (("disk", "fill"), ("checkpoint", "corrupt"))
         kinds += [(role, how) for role, how in files if role in self._roles]
         number = 0
@@ -93,8 +97,16 @@ class Saboteur:
             if number == before:
                 return
 
+    def noticed(self, *roles: str) -> None:
+        """The run replaces what it has lost: those that were stopped for it wake at some moment from now on."""
+        for role, process in [w for w in self._wakes_when_lost if w[0] in roles]:
+            self._wakes_when_lost.remove((role, process))
+            self._wakes.append((time.monotonic() + self._rng.uniform(0, LONGEST_WAKE_S), process))
+
     def take_back(self, *, all_of_it: bool = False) -> None:
         """Wakes what has slept long enough and frees the disk when it was full long enough."""
+        if all_of_it:
+            self.noticed(*ROLES)
         now = time.monotonic()
         for due in [w for w in self._wakes if all_of_it or w[0] <= now]:
             self._wakes.remove(due)
@@ -145,6 +157,8 @@ class Saboteur:
             fault.detail += f", for {asleep_s:.1f} s"
             fault.lasts_s = asleep_s
             self._wakes.append((time.monotonic() + asleep_s, victim))
+        elif fault.how == "wake":
+            self._wakes_when_lost.append((fault.role, victim))
         return True
 
     def _mount_disk(self) -> None:

@@ -15,7 +15,17 @@ import psutil
 
 from asyncrl.audit import AuditReport, audit_run
 from asyncrl.observability import stacks
-from asyncrl.types.events import ReplicaRejoined, ReplicaServing, RollouterRestarted, TrainingRestarted
+from asyncrl.types.events import (
+    ReplicaFailed,
+    ReplicaRejoined,
+    ReplicaServing,
+    ReplicaSuspended,
+    RollouterFailed,
+    RollouterRestarted,
+    RunStarted,
+    TrainingFailed,
+    TrainingRestarted,
+)
 from asyncrl.types.metrics import Metric
 from tools.chaos_driver import Driver, command_of
 from tools.chaos_faults import ROLES, Fault, Saboteur
@@ -28,6 +38,13 @@ HEALED = {
     "queue": (TrainingRestarted.kind,),
 }
 """Role -> the events that say that its loss was repaired; a new driver repairs all."""
+NOTICED = {
+    "replica": (ReplicaFailed.kind, ReplicaSuspended.kind, RunStarted.kind),
+    "rollouter": (RollouterFailed.kind, RunStarted.kind),
+    "trainer": (TrainingFailed.kind, RunStarted.kind),
+    "queue": (TrainingFailed.kind, RunStarted.kind),
+}
+"""Role -> the events that say that the run replaces what it has lost of it."""
 EXPLAINED = {"driver": (-signal.SIGKILL,), "checkpoint": (-signal.SIGKILL,), "disk": (8,)}
 """Role -> exit codes of the driver that a fault of it explains."""
 OVERRIDES = (
@@ -300,6 +317,7 @@ class Chaos:
                         continue  # torn; the audit judges it
                     self._events.append(event)
                     self._check_resume(event)
+                    self._saboteur.noticed(*(role for role, kinds in NOTICED.items() if event["event"] in kinds))
         step = _last_step(self._run_dir / "metrics.jsonl")
         if step > self._step:
             self._steps_trained += step - self._step

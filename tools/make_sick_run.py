@@ -76,7 +76,10 @@ def write_run(out: Path, name: str, steps: int = 120, seed: int = 0) -> Path:
     (out / "config.json").write_text(json.dumps(config))
     now, metrics, samples = START_S, [], []
     events: list[dict[str, Any]] = [
-        {"event": "start", "time_s": now, "name": name, "resumed": False, "replicas": REPLICAS},
+        {
+            **{"event": "start", "time_s": now, "name": name, "resumed": False, "replicas": REPLICAS, "pid": 1},
+            **{"groups_per_step": GROUPS, "max_lag": MAX_LAG, "max_steps": steps, "verify": "first"},
+        },
         *({"event": ReplicaServing.kind, "time_s": now, "replica": replica} for replica in range(REPLICAS)),
     ]
     for step in range(1, steps + 1):
@@ -164,7 +167,13 @@ def _step(kind: Kind, step: int, now: float, wall_s: float, train_s: float, rng:
     def group(at: float, transition: str, ordinal: int, lag: int) -> None:
         fields = {"ordinal": ordinal, "attempt": 0, "trainer_version": step - 1, "version": step - 1}
         events.append(
-            {"event": "group", "time_s": at, "transition": transition, "oldest_version": step - 1 - lag, "detail": ""}
+            {
+                "event": "group",
+                "time_s": at,
+                "transition": transition,
+                "oldest_version": max(0, step - 1 - lag),
+                "detail": "",
+            }
             | fields
         )
 
@@ -179,7 +188,9 @@ def _step(kind: Kind, step: int, now: float, wall_s: float, train_s: float, rng:
         group(leased, "leased", ordinal, lag)
         group(now, "trained", ordinal, lag)
     events.append({"event": "step", "time_s": now, "step": step, "ordinals": list(ordinals), "lag_max": MAX_LAG})
-    events.append({"event": "publish", "time_s": now + 0.03 * wall_s, "version": step, "publish_s": 0.03 * wall_s})
+    seconds = {"publish_s": 0.03 * wall_s, "pause_s": 0.01 * wall_s, "transfer_s": 0.02 * wall_s}
+    rest = {"version": step, "bytes": 1000, "verified": step == 1, "attempts": 1, "replicas": REPLICAS}
+    events.append({"event": "publish", "time_s": now + 0.03 * wall_s} | seconds | rest)
     return events
 
 

@@ -68,6 +68,7 @@ def audit_run(directory: Path) -> AuditReport:
         rollbacks=tuple(audit.rollbacks),
         troubles=dict(audit.troubles),
         recoveries=dict(audit.recoveries),
+        replaced=dict(audit.replaced),
         checkpoints=tuple(sorted(each.name for each in saved)),
         max_lag=audit.max_lag,
         findings=tuple(findings),

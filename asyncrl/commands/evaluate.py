@@ -43,6 +43,7 @@ from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.inference.engines import STANDALONE
+from asyncrl.json_records import write_json
 from asyncrl.registry import make_importable
 from asyncrl.types import EvalResult, ReplicaTable
 
@@ -69,7 +70,7 @@ class Report:
         del values["pass_rates"], values["versions"]
         values["pass_at"] = {str(k): value for k, value in self.result.pass_at}
         rest = {name: getattr(self, name) for name in ("checkpoint", "dataset", "version", "temperature")}
-        return json.dumps(rest | values | {"dropped_rows": self.dropped_rows})
+        return write_json(rest | values | {"dropped_rows": self.dropped_rows})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -249,12 +250,19 @@ def _of_run(arguments: argparse.Namespace, found: FoundCheckpoint, scratch: Path
         named = [o.partition("=")[0] for o in arguments.overrides if not o.startswith("model.")]
         named += ["model.trust_remote_code"] * arguments.trust_remote_code
         if arguments.reward is not None:
-            named += [key for key in reaches_out(recipe) if key.startswith(("reward.function", "reward.parts."))]
+            named += ["reward.function", "reward.parts"]
+        for key in reaches_out(recipe).keys() & set(named):
+            recipe = _without(recipe, key)  # a mapping would be merged with that of the command line
         do = f"else {instead}, or name what is yours on the command line: --reward NAME, {TRUST_CODE}, key=value"
-        require_trusted(asked, recipe, do, named=named)
+        require_trusted(asked, recipe, do)
     file = scratch / "run.json"
     file.write_text(json.dumps(recipe))
     return asdict(load_recipe(file, []))
+
+
+def _without(sections: Mapping[str, Any], key: str) -> dict[str, Any]:
+    name, _, inner = key.partition(".")
+    return {n: _without(s, inner) if n == name else s for n, s in sections.items() if n != name or inner}
 
 
 def _asked(arguments: argparse.Namespace, sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,7 +377,7 @@ def write_rows(path: Path, prompts: RenderedPrompts, result: EvalResult) -> None
             for row, rate in zip(prompts.rows, result.pass_rates, strict=True):
                 record: dict[str, Any] = to_record(row)
                 record["extra_info"] = {**record["extra_info"], "pass_rate": rate}
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.write(write_json(record, ensure_ascii=False) + "\n")
     except OSError as error:
         raise StorageError(explain(f"write {path}", str(error), "name another file with --rows")) from error
 

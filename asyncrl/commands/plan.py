@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 bad input, 8 the cost model cannot be written; with --prob
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -26,10 +28,12 @@ from asyncrl.commands import plain_console, refuse
 from asyncrl.config.load import load_recipe
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import AsyncRLError, ConfigError, RunFailed, StorageError, explain
+from asyncrl.json_records import write_json
 from asyncrl.plan import CostModel, Forecast, Row, Scenario, predict, read_costs, write_costs
 from asyncrl.plan.fit import Traced, costs_of_run, measured
 from asyncrl.report.run_files import RunFiles, read_run, read_spans
 
+T = TypeVar("T")
 MAX_ROWS = 400
 TABLE_WIDTH = 200
 COLUMNS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
@@ -55,13 +59,14 @@ def main(argv: list[str] | None = None) -> int:
         costs, run = _costs(options, console)
         if options.write is not None:
             _write(options.write, write_costs(costs))
-        rows = [Row({"measured": run.name}, measured(run))] if run is not None else []
+        rows = [Row({"measured": run.name}, _fitting(lambda: measured(run), run))] if run is not None else []
         for settings in variants:
-            rows.append(_row(options, settings, costs))
+            predict_row = functools.partial(_row, options, settings, costs)
+            rows.append(predict_row() if run is None else _fitting(predict_row, run))
     except AsyncRLError as error:
         return refuse(f"asyncrl-plan: {error}", error)
     if options.json:
-        sys.stdout.write(json.dumps({"costs": asdict(costs), "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+        sys.stdout.write(write_json({"costs": asdict(costs), "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
     else:
         plain_console().print(f"costs: {costs.source}")
         # Wider than a narrow terminal, which then wraps whole lines instead of every heading.
@@ -144,7 +149,20 @@ def _costs(options: argparse.Namespace, console: Console) -> tuple[CostModel, Ru
 def _measure(options: argparse.Namespace, run: RunFiles) -> tuple[CostModel, RunFiles]:
     """Raises ConfigError if the run's recipe cannot be read, or its files lack the costs."""
     cores = _shared_cores() if options.cores is None else options.cores or None
-    return costs_of_run(run, Traced.of(read_spans(run)), Scenario.of(_recipe_of(run), cores), cores), run
+    traced, scenario = Traced.of(read_spans(run)), Scenario.of(_recipe_of(run), cores)
+    return _fitting(lambda: costs_of_run(run, traced, scenario, cores), run), run
+
+
+def _fitting(fit: Callable[[], T], run: RunFiles) -> T:
+    """Raises ConfigError if the run's figures cannot be those of one run."""
+    try:
+        return fit()
+    except AsyncRLError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        found = f"its figures do not fit together: {type(error).__name__}: {error}"
+        do = "name another run, or give the costs with --costs FILE"
+        raise ConfigError(explain(f"the costs of the run {run.directory}", found, do)) from error
 
 
 def _recipe_of(run: RunFiles) -> Recipe:

@@ -9,6 +9,7 @@ import argparse
 import gzip
 import html
 import json
+import re
 import sys
 from collections.abc import Mapping
 from importlib.resources import files
@@ -82,10 +83,8 @@ def page(title: str, data: Mapping[str, Any]) -> str:
         "SCRIPT": _asset("page.js"),
         "DATA": _embedded(data),
     }
-    text = _asset("page.html")
-    for name, part in parts.items():
-        text = text.replace("{{" + name + "}}", part, 1)
-    return text
+    # In one pass: a part may hold the name of another.
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _asset("page.html"))
 
 
 def _asset(name: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.commands import plain_console, refuse
+from asyncrl.config.rollout import MOST_REPLICAS
 from asyncrl.driver.scale_requests import ask, asked
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, StorageError, explain
 from asyncrl.types import FleetReport
@@ -54,8 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def describe(fleet: FleetReport) -> str:
     """The fleet in a few lines."""
-    most = "any number" if fleet.most is None else f"{fleet.most}"
-    lines = [f"wanted {fleet.target} (from {fleet.least} to {most}), there {len(fleet.states)}"]
+    lines = [f"wanted {fleet.target} (from {fleet.least} to {fleet.most}), there {len(fleet.states)}"]
     lines += [f"  replica {i}: {state}" for i, state in sorted(fleet.states.items())]
     for i, found in sorted(fleet.waiting.items()):
         told = found.replace("\n", " ") or "it has begun to look"
@@ -82,9 +82,12 @@ def _running(path: Path) -> RunDirectory:
 def _number(target: str) -> int:
     """Raises ConfigError if the target is not of the form replicas=N."""
     key, _, number = target.partition("=")
-    if key != "replicas" or not number.isascii() or not number.isdigit() or int(number) < 1:
-        raise ConfigError(explain(target, "it is not of the form replicas=N", "write for example replicas=6"))
-    return int(number)
+    if key != "replicas" or not number.isascii() or not number.isdigit() or not number.strip("0"):
+        raise ConfigError(explain(f"{target:.60}", "it is not of the form replicas=N", "write for example replicas=6"))
+    if len(number.lstrip("0")) > len(f"{MOST_REPLICAS}"):
+        found, do = f"no run has more than {MOST_REPLICAS} replicas", "write for example replicas=6"
+        raise ConfigError(explain(f"{target:.60}", found, do))
+    return int(number.lstrip("0"))
 
 
 def _ask(directory: RunDirectory, replicas: int | None) -> FleetReport:

@@ -6,11 +6,10 @@ Exit codes: 2 bad input, 0 otherwise: the run has ended, or Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,10 @@ from rich.text import Text
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.commands import refuse
 from asyncrl.errors import AsyncRLError
+from asyncrl.json_records import read_json
 from asyncrl.observability.progress import duration, step_table
+from asyncrl.ranges import Whole
+from asyncrl.report.run_files import event_of, metrics_of
 from asyncrl.types.events import FAULTS, RunEnded, RunFaulted, RunStarted
 from asyncrl.types.metrics import Metric
 
@@ -69,10 +71,11 @@ class Watched:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if there is no run."""
         directory = RunDirectory(path)
-        config = directory.read_config(f"watch {path}")
-        self._name, self._max_steps = config["name"], config["recipe"]["run"]["max_steps"]
-        self._metrics, self._events = _Tail(directory.metrics), _Tail(directory.events)
-        self._record: dict[str, float | None] = {}
+        asked = f"watch {path}"
+        self._name = directory.read_setting(asked, "name", str)
+        self._max_steps = directory.read_setting(asked, "recipe.run.max_steps", Whole)
+        self._metrics, self._events = _Tail(directory.metrics, metrics_of), _Tail(directory.events, event_of)
+        self._record: Mapping[str, float | None] = {}
         self._rewards: deque[float] = deque(maxlen=30)
         self._ends: deque[tuple[float, float]] = deque(maxlen=21)
         """Step and `time_s` of the newest records."""
@@ -123,10 +126,11 @@ class Watched:
 class _Tail:
     """New lines of a file of JSON lines; an incomplete last line waits for the next look."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._at = path, 0
+    def __init__(self, path: Path, read: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        """`read`: checks the object of a line. Raises ValueError: it is no record."""
+        self._path, self._read, self._at = path, read, 0
 
-    def new(self) -> Iterator[dict[str, Any]]:
+    def new(self) -> Iterator[Mapping[str, Any]]:
         if not self._path.is_file():
             return
         if self._path.stat().st_size < self._at:
@@ -138,11 +142,11 @@ class _Tail:
                     return
                 self._at += len(line)
                 try:
-                    value = json.loads(line)
+                    value = read_json(line)
+                    record = self._read(value if isinstance(value, dict) else {})
                 except ValueError:
                     continue  # torn by a crash
-                if isinstance(value, dict):
-                    yield value
+                yield record
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -150,15 +150,26 @@ def _keys_with_on_and_off() -> tuple[str, ...]:
     return tuple(key for key in known_keys() if {"on", "off"} & set(_choices(key)))
 
 
-def known_keys(schema: type = Recipe, prefix: str = "") -> list[str]:
+def known_keys() -> list[str]:
     """Every key that a recipe may set, in full ("rollout.sampling.temperature")."""
-    keys: list[str] = []
+    return list(types_and_defaults())
+
+
+@cache
+def types_and_defaults() -> dict[str, tuple[Any, Any]]:
+    """Type and default of each key."""
+    return dict(_types_and_defaults(Recipe, ""))
+
+
+def _types_and_defaults(schema: type, prefix: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
     hints = _hints(schema)
     for field in fields(schema):
-        inner = hints[field.name]
-        name = prefix + field.name
-        keys += known_keys(inner, name + ".") if is_dataclass(inner) else [name]  # type: ignore[arg-type]
-    return keys
+        inner, key = hints[field.name], prefix + field.name
+        if is_dataclass(inner):
+            yield from _types_and_defaults(inner, key + ".")  # type: ignore[arg-type]
+        else:
+            made = field.default if field.default_factory is MISSING else field.default_factory()
+            yield key, (inner, made)
 
 
 def environment_defaults() -> dict[str, str]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from asyncrl.config.checks import require, require_device, require_stop_text, require_temperature, section
 from asyncrl.config.environments import (
@@ -314,14 +314,17 @@ class SglangEngineConfig:
         return self.mem_fraction_static
 
 
+MOST_REPLICAS = 10_000
+"""No cluster has room for so many; a larger number is a slip of the pen."""
+NumReplicas = Annotated[int, Ge(1), Le(MOST_REPLICAS)]
 EngineConfig = TorchEngineConfig | VllmEngineConfig | SglangEngineConfig | RemoteEngineConfig
 
 
 @section("rollout.")
 class RolloutConfig:
-    num_replicas: PositiveInt = 2
+    num_replicas: NumReplicas = 2
     """Copies of the policy that generate; one Ray actor each. Their places are reserved for the whole run."""
-    max_replicas: PositiveInt | None = None
+    max_replicas: NumReplicas | None = None
     """Largest number of replicas, at least num_replicas. Replicas beyond num_replicas join during training, each once a
     node has room. None: num_replicas, until asyncrl-scale asks for more."""
     min_replicas: PositiveInt | None = None

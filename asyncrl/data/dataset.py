@@ -126,7 +126,7 @@ def _read_file(path: Path, reader: RowReader) -> Iterator[PromptRow]:
 
 def _read_jsonl(path: Path, reader: RowReader) -> Iterator[PromptRow]:
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:  # some editors begin a file with a byte order mark
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield reader.line(line, f"{path}:{number}")

@@ -106,6 +106,8 @@ class Actors:
             "placement=colocated" if recipe.is_colocated else fixed_by,
         )
         self.fleet_size = FleetSize(self.replicas, placements, limits, start_timeout_s=start_s, on_event=events.write)
+        self.queue_writer = ""
+        """Names the present queue in its events."""
         self.queue = self._new_queue()
         self.rollouter = self._new_rollouters()
         self.trainers: TrainerPool | None = None
@@ -254,6 +256,7 @@ class Actors:
             pacing=recipe.pacing,
             hide=self._spec.hide,
         )
+        self.queue_writer = spec.writer
         handle = ray.remote(untraced(MessageQueue)).options(**self._on_driver).remote(spec)
         return ActorClient(handle, MESSAGE_QUEUE, is_direct=True)
 

@@ -425,10 +425,10 @@ class Coordinator:
         """Restores the state of the checkpoint; without one the run starts at step 0."""
         parts = self._parts
         if checkpoint is None:
-            parts.events.write(TrainingResumed(step=0, checkpoint=None))
+            parts.events.write(TrainingResumed(step=0, checkpoint=None, queue=parts.queue_writer))
             return
         state = read_state(checkpoint)
-        parts.events.write(TrainingResumed(step=state.global_steps, checkpoint=checkpoint.name))
+        parts.events.write(TrainingResumed(state.global_steps, checkpoint.name, parts.queue_writer))
         await parts.trainers.load(checkpoint / "trainer")
         counts = await parts.queue.call(LOAD_TIMEOUT_S, MessageQueue.load, checkpoint / "queue")
         if counts.trained != state.global_steps * state.groups_per_step:

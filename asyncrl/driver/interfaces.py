@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the coordinator is tested without Ray
 class Parts:
     """The parts of a run, built by the composition root.
 
+    `queue_writer`: `QueueSpec.writer` of the queue.
     `prompts_digest` identifies the data. `saw(name, mark)` reports progress: a mark different from the last one.
     `server()` reports on the run server; None without one. `loops`: by name, tasks that run as long as a coordinator;
     an error of one ends the run. `engines`: None unless engines and ranks share devices.
@@ -41,6 +42,7 @@ class Parts:
     events: EventLog
     progress: ProgressView
     prompts_digest: str
+    queue_writer: str
     saw: Callable[[str, Hashable], None] = lambda name, mark: None
     server: Callable[[], RunServerReport | None] = lambda: None
     engines: EngineTurns | None = None

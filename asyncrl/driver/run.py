@@ -256,6 +256,7 @@ class _Run:
             events=self._events,
             progress=self._progress,
             prompts_digest=self._spec.train.digest,
+            queue_writer=actors.queue_writer,
             saw=watchdog.saw,
             server=lambda: None if actors.server is None else actors.server.report,
             engines=actors.engines,

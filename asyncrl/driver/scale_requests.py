@@ -87,7 +87,8 @@ class ScaleDesk:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _requests(self) -> list[Path]:
-        return sorted(self._directory.glob(f"*{REQUEST}"))
+        """Files only: to open a pipe would block."""
+        return sorted(path for path in self._directory.glob(f"*{REQUEST}") if path.is_file())
 
     def _answer(self, path: Path) -> dict[str, Any] | None:
         """The answer; None if the request has expired."""
@@ -100,6 +101,9 @@ class ScaleDesk:
             return {"fleet": asdict(self._fleet.resize(request.replicas))}
         except AsyncRLError as error:
             return {"error": str(error)}
+        except Exception as error:
+            logger.exception("the request %s failed", path.name)
+            return {"error": explain(f"the request {path.name}", repr(error), "see the log of the run; it goes on")}
 
 
 def ask(directory: Path, replicas: int | None, timeout_s: float) -> FleetReport:

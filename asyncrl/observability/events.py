@@ -26,6 +26,11 @@ def _names(kind: type[Event]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
+def new_writer() -> str:
+    """A value for `writer` that no other process has."""
+    return secrets.token_hex(4)
+
+
 class EventLog:
     """Appends events from any number of processes of one machine: each line is a single O_APPEND write, so lines never
     mix, and they survive the death of the writer.
@@ -36,10 +41,11 @@ class EventLog:
     `at` is before the line's own start, and the next line confirms both.
     """
 
-    def __init__(self, path: Path, hide: Hidden | None = None) -> None:
-        """Reads the existing file. `hide`: applied to every line. Raises StorageError."""
+    def __init__(self, path: Path, hide: Hidden | None = None, *, writer: str = "") -> None:
+        """Reads the existing file. `hide`: applied to every line. `writer`: in every line, random by default. Raises
+        StorageError."""
         self._path, self._hide = path, hide or Hidden()
-        self._writer = secrets.token_hex(4)
+        self._writer = writer or new_writer()
         self._before = hashlib.blake2b(digest_size=CHAIN_BYTES)
         self._at = 0
         self.chain = ""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from asyncrl.config.hidden import Hidden
 from asyncrl.errors import ConfigError, LedgerError, RunFailed, explain
-from asyncrl.observability.events import EventLog
+from asyncrl.observability.events import EventLog, new_writer
 from asyncrl.queue.budgets import EndBudgets
 from asyncrl.queue.ledger import GroupRecord, Ledger
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
@@ -48,7 +48,8 @@ class QueueSpec:
 
     `max_groups`: groups that the run trains in all. `dynamic_sampling`: groups of equal rewards end `filtered`.
     `failed_window`, `filtered_window`: number of last ended groups over which the fractions are computed. `pacing`:
-    when groups are admitted within the limit; just_in_time requires that nobody waits for an empty queue.
+    when groups are admitted within the limit; just_in_time requires that nobody waits for an empty queue. `writer`: of
+    this queue's events.
     """
 
     groups_per_step: int
@@ -64,6 +65,7 @@ class QueueSpec:
     filtered_window: int = 256
     pacing: PacingName = "eager"
     hide: Hidden = field(default_factory=Hidden)
+    writer: str = field(default_factory=new_writer)
 
 
 class MessageQueue(HasConnections):
@@ -73,7 +75,7 @@ class MessageQueue(HasConnections):
     def __init__(self, spec: QueueSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec = spec
         self._clock = clock
-        self._events = EventLog(spec.events_path, spec.hide)
+        self._events = EventLog(spec.events_path, spec.hide, writer=spec.writer)
         self._budgets = EndBudgets(
             max_failed=spec.max_failed_fraction,
             failed_window=spec.failed_window,

@@ -4,6 +4,7 @@ method."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,9 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
 """Longest time for a call; a long poll has its own wait on top."""
+LINGERS_S = 10.0
+"""Longest wait for a connection to end when Ray has reported the end of its process. Ray does so as soon as it has sent
+the kill: a stopped process lives up to 6 s longer, and could wake. To a vanished machine it stays open for longer."""
 LEAST_S = 5.0
 """Minimum time to wait for Ray's report on a process whose connection broke."""
 
@@ -86,6 +90,8 @@ class ActorClient(Generic[A]):
         Raises DeadlineExceeded.
         """
         await ended(getattr(self.handle, ping.__name__).remote, timeout_s=timeout_s, process=self.process)
+        if self._connection is not None:
+            await self._connection.ended(LINGERS_S)
 
 
 class _ConnectionToActor:
@@ -127,6 +133,13 @@ class _ConnectionToActor:
         finally:
             self._waiting.discard(cast(Any, asyncio.current_task()))
         return await answer
+
+    async def ended(self, wait_s: float) -> None:
+        """Waits for the end of the connection, at most `wait_s`: a stopped process holds it, until it has exited."""
+        if self._connection is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._connection.wait_ended()
 
     @property
     def _is_open(self) -> bool:

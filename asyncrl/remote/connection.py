@@ -114,6 +114,9 @@ class Connection:
     def ended(self) -> bool:
         return self._end.ended
 
+    async def wait_ended(self) -> None:
+        await self._end.lost.wait()
+
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingAnswer:
         """Calls a method of the actor. The answer raises the method's exception, with the remote traceback as its
         `__cause__`, or ConnectionEnded."""
@@ -224,6 +227,7 @@ class _Calling(_End):
         """A call was made since the last idle check."""
         self._idle: asyncio.TimerHandle | None = None
         self.proven: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -232,6 +236,7 @@ class _Calling(_End):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.lost.set()
         if self._idle is not None:
             self._idle.cancel()
         # Every open call ends now; whether the actor executed it is unknown.

@@ -277,10 +277,18 @@ def _signal(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
         )
 
 
+def _unread(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
+    if left_out := ", ".join(f"{count} of {file}" for file, count in run.unread.items() if count):
+        evidence = f"Lines that hold no record of this version are left out: {left_out}."
+        remedy = "See asyncrl-audit for damaged lines of events.jsonl; another version of asyncrl has other records."
+        yield Diagnosis("hint", "Some lines cannot be read", evidence, remedy)
+
+
 _RULES: tuple[Callable[[RunFiles, Lifetimes], Iterator[Diagnosis]], ...] = (
     _where_time_goes,
     _replicas,
     _ratio,
     _guard,
     _signal,
+    _unread,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from asyncrl.config.hidden import Hidden
 from asyncrl.data.incremental_decoder import IncrementalDecoder
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import StorageError, explain
+from asyncrl.json_records import write_json
 from asyncrl.rollout.draft import Span
 from asyncrl.types import Ticket, Trajectory, TrajectoryGroup
 
@@ -71,7 +71,7 @@ class SampleFile:
                 else await _token_ends(trajectory, response, decode),
                 "logprobs": [round(float(logprob), 4) for logprob in trajectory.logprobs],
             }
-            _append(self._path, self._hide(json.dumps(record)))
+            _append(self._path, self._hide(write_json(record)))
 
 
 async def _token_ends(trajectory: Trajectory, response: str, decode: Callable[[np.ndarray], str]) -> list[int] | None:
@@ -104,7 +104,7 @@ class SpanFile:
         recorded = [[[kind, round(a, 4), round(b, 4), made] for kind, a, b, made in own] for own in spans if own]
         if recorded:
             line = {"ordinal": ticket.ordinal, "attempt": ticket.attempt, "trajectories": recorded}
-            _append(self._path, json.dumps(line, separators=(",", ":")))
+            _append(self._path, write_json(line, separators=(",", ":")))
 
 
 class QuarantineFile:
@@ -124,7 +124,7 @@ class QuarantineFile:
             "ground_truth": row.ground_truth,
             "error": error,
         }
-        _append(self._path, self._hide(json.dumps(record)))
+        _append(self._path, self._hide(write_json(record)))
 
 
 def _append(path: Path, line: str) -> None:

@@ -68,10 +68,12 @@ class RunStarted(Event, kind="start"):
 
 class TrainingResumed(Event, kind="resume"):
     """Training begins, or begins again after a loss. `checkpoint` null: it starts at step 0 and undoes everything
-    before."""
+    before. `queue`: `writer` of the message queue's lines from here on. Lines of an earlier queue, whose process was
+    given up and still ran, change nothing."""
 
     step: Whole
     checkpoint: str | None
+    queue: str = ""
 
 
 class SnapshotTaken(Event, kind="snapshot"):

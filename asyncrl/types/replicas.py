@@ -33,14 +33,14 @@ class FleetReport:
 
     Attributes: target: the wanted number.
         least: replicas whose places are reserved for the whole run.
-        most: the largest target; None: any.
+        most: the largest target.
         states: of the present replicas, by id.
         waiting: id of a replica without a place -> the finding of the last attempt; empty before it.
     """
 
     target: int
     least: int
-    most: int | None
+    most: int
     states: Mapping[int, ReplicaState]
     waiting: Mapping[int, str]
 

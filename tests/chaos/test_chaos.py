@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import SMALL
@@ -16,6 +18,7 @@ from tools.chaos_run import Chaos, Plan
 pytestmark = pytest.mark.timeout(1500)
 
 FAULTS = 4
+QUEUE = [sys.executable, "-c", "import time\nwhile True: time.sleep(0.1)", "ray::MessageQueue"]
 
 
 @pytest.mark.slow
@@ -37,6 +40,31 @@ def test_a_run_survives_what_can_happen_to_it(tmp_path):
     assert (report.audit.outcome, report.audit.unfinished) == ("finished", ())
     assert len(report.faults) == FAULTS
     assert len({fault.name for fault in report.faults}) == FAULTS, "each kind once before any comes again"
+    assert "wake queue" in {fault.name for fault in report.faults}, "one that was given up, and wakes"
+
+
+def test_what_is_stopped_until_it_is_lost_wakes_while_it_is_replaced(tmp_path):
+    saboteur, driver = Saboteur(("queue",), tmp_path, seed=0, disk_mb=1), Driver(1, QUEUE, tmp_path / "output.txt")
+    try:
+        until = time.monotonic() + 60
+        while not driver.of("queue"):
+            assert time.monotonic() < until, "it has started"
+        assert next(saboteur.faults(lambda: driver, lambda: 0)).how == "wake"
+        process = psutil.Process(driver.process.pid)
+        saboteur.noticed("trainer")
+        saboteur.take_back()
+        while process.status() != psutil.STATUS_STOPPED:  # the kernel takes a moment
+            assert time.monotonic() < until
+        saboteur.noticed("queue")
+        assert saboteur.holds
+        while saboteur.holds:
+            assert time.monotonic() < until
+            saboteur.take_back()
+        while process.status() == psutil.STATUS_STOPPED:
+            assert time.monotonic() < until
+    finally:
+        saboteur.close()
+        driver.close()
 
 
 def test_what_a_driver_leaves_behind_is_seen(tmp_path):

@@ -430,6 +430,24 @@ class TestActorClient:
         assert (handle.connections_asked, handle.through_ray) == (1, 3)
         assert len(caplog.messages) == (address is not None), "who cannot be reached is told once"
 
+    async def test_a_process_has_ended_when_its_connection_has_whatever_ray_says(self, monkeypatch):
+        """A stopped process that is killed: Ray calls it dead some seconds before the kernel ends it."""
+        handle, client = called()
+        assert await client.call(5, Actor.echo, 1) == 1
+
+        async def dead():
+            raise RayActorError()
+
+        handle.actor.plain = dead
+        end = asyncio.create_task(client.ended(5, Actor.plain))
+        await asyncio.sleep(0.1)
+        assert not end.done()
+        await cut(client._connection._connection)
+        await end
+        assert await client.call(5, Actor.echo, 2) == 2
+        monkeypatch.setattr(actor_client, "LINGERS_S", 0.0)
+        await client.ended(5, Actor.plain)
+
     async def test_a_deadline_names_the_call_and_the_process(self):
         client = client_of(Handle(Actor()))
         with pytest.raises(DeadlineExceeded, match=r"wait of actor 3") as raised:

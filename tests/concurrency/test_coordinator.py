@@ -229,6 +229,7 @@ def parts_of(rig, replicas, log, *, interrupt="abort_resume", engines=None, **ti
         events=log,
         progress=ProgressView(Console(quiet=True), max_steps=rig.recipe.run.max_steps, live=False),
         prompts_digest="digest",
+        queue_writer="queue",
         engines=engines,
     )
 

@@ -1,5 +1,6 @@
 """The sandbox, with programs that try what they must not. Each ends within its deadline and leaves nothing behind."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -126,6 +127,53 @@ def test_files_outside_cannot_be_written(level, tmp_path):
     assert run_python("open('x', 'w').write('ok'); print(open('x').read())", limits=LIMITS, level=level).succeeded
 
 
+METADATA = """
+import ctypes, os, shutil
+path, libc = FILE, ctypes.CDLL(None)
+handle = os.open(path, os.O_PATH)
+directory = os.open(os.path.dirname(path), os.O_PATH)
+name = os.path.basename(path)
+for change in (
+    lambda: os.chmod(path, 0o666),
+    lambda: os.chmod(f"/proc/self/fd/{handle}", 0o666),
+    lambda: os.chmod(name, 0o666, dir_fd=directory),
+    lambda: libc.syscall(452, handle, b"", 0o666, 0x1000),  # fchmodat2
+    lambda: os.chmod(os.path.dirname(path), 0),
+    lambda: os.chown(path, os.getuid() + 1, -1),
+    lambda: os.lchown(path, os.getuid() + 1, -1),
+    lambda: os.chown(name, os.getuid() + 1, -1, dir_fd=directory),
+    lambda: os.utime(path, (1, 1)),
+    lambda: os.utime(name, (1, 1), dir_fd=directory),
+    lambda: os.setxattr(path, "user.x", b"x"),
+    lambda: os.setxattr(path, "user.x", b"x", follow_symlinks=False),
+    lambda: os.removexattr(path, "user.kept"),
+):
+    try:
+        change()
+    except OSError:
+        pass
+open("own", "w").close()
+shutil.copy2("own", "copied")
+print(os.path.exists("copied"))
+"""
+
+
+@pytest.mark.parametrize("level", ["namespaces", "seccomp"])
+def test_modes_owners_times_and_attributes_of_files_outside_stay_and_own_files_are_copied(level, tmp_path):
+    """Landlock knows none of these; a policy's program could open a private key to others."""
+    if "seccomp" not in protection(level):
+        pytest.skip("no filter of system calls here")
+    key = tmp_path / "key"
+    key.write_text("secret")
+    key.chmod(0o600)
+    with contextlib.suppress(OSError):  # some file systems have no attributes
+        os.setxattr(key, "user.kept", b"kept")
+    before = [(s.st_mode, s.st_uid, s.st_mtime_ns, s.st_ctime_ns) for s in (key.stat(), tmp_path.stat())]
+    result = run_python(METADATA.replace("FILE", repr(str(key))), limits=LIMITS, level=level)
+    assert [(s.st_mode, s.st_uid, s.st_mtime_ns, s.st_ctime_ns) for s in (key.stat(), tmp_path.stat())] == before
+    assert result.stdout == "True\n", result
+
+
 def test_files_outside_cannot_be_read_with_landlock(tmp_path):
     if "landlock" not in protection():
         pytest.skip("this kernel has no Landlock")
@@ -159,6 +207,10 @@ for command in (8, 10, 15):  # F_SETOWN, F_SETSIG, F_SETOWN_EX
     tried(f"fcntl {command}", fcntl.fcntl, own, command, bytes(8) if command == 15 else 0)
 for request in (0x8901, 0x8902):  # FIOSETOWN, SIOCSPGRP
     tried(f"ioctl {request}", fcntl.ioctl, own, request, bytes(4))
+library = os.open(os.__file__, os.O_RDONLY)
+tried("a lease", fcntl.fcntl, library, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+for request in (0x40086602, 0x401C5820):  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
+    tried(f"ioctl {request}", fcntl.ioctl, own, request, bytes(28))
 tried("prlimit of the supervisor", resource.prlimit, SUPERVISOR, resource.RLIMIT_NOFILE, (0, 0))
 """
 OF_OTHERS = """

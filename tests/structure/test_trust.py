@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+
+from asyncrl.checkpoint import trust
+from asyncrl.config.load import types_and_defaults
+from asyncrl.ranges import Whole
 
 PACKAGE = Path(__file__).resolve().parents[2] / "asyncrl"
 
@@ -29,6 +35,23 @@ ALLOWED = {
 def test_what_unpickles_stands_where_it_is_known(pattern):
     found = {str(f.relative_to(PACKAGE)) for f in PACKAGE.rglob("*.py") if re.search(pattern, _code(f))}
     assert found <= ALLOWED[pattern]
+
+
+def test_every_key_says_whether_it_is_taken_from_somebody_elses_run():
+    """A new key is classified in checkpoint/trust.py, unless it is a number or a choice from a list."""
+    open_to_all = {key for key, (kind, _) in types_and_defaults().items() if not trust.is_number_or_choice(kind)}
+    own = {key for key in open_to_all if not key.startswith(tuple(f"{pool}." for pool in trust.POOLS))}
+    groups = [trust.TAKEN, trust.NAMES.keys(), set(trust.MODEL_KEYS), trust.ASKED.keys()]
+    assert Counter(key for group in groups for key in group) == Counter(own)
+    pools = {key.partition(".")[2] for key in open_to_all - own}
+    assert {f"{'rollout' if '.' in key else 'model'}.{key}" for key in pools} <= own
+
+
+def test_a_number_or_a_choice_names_nothing_else():
+    plain = (int, float, Literal["a"], Whole, int | None, Literal["a", "b"] | None)
+    assert [kind for kind in plain if not trust.is_number_or_choice(kind)] == []
+    others = (str, bool, str | None, bool | None, list[int], dict[str, float], list[str], Any, Literal["a"] | str)
+    assert [kind for kind in others if trust.is_number_or_choice(kind)] == []
 
 
 def _code(path):

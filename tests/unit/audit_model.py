@@ -19,6 +19,7 @@ LIMITS = Limits(B, MAX_LAG, STEPS, REPLICAS, "first")
 ENDS = ("trained", "filtered", "expired", "failed")
 COUNTS = ("admitted", "running", "ready", "leased", *ENDS)
 Event = dict[str, Any]
+OF_QUEUE = ("group", "snapshot", "restored")
 
 
 @dataclass
@@ -54,6 +55,9 @@ class Run:
         self.limit, self.guard_rng, self.teacher_rng = MAX_LAG, random.Random(-seed), random.Random(seed + 1)
         self.wanted, self.fleet_rng = REPLICAS, random.Random(seed + 2)
         self.events: list[Event] = []
+        self.queue, self.queue_rng = "", random.Random(seed + 3)
+        self.late: list[Event] = []
+        """Lines of a queue that was given up."""
         self.metrics: dict[int, dict[str, float]] = {}
         self.saved: list[tuple[str, State]] = []
         self.checkpoints: dict[str, Saved] = {}
@@ -94,7 +98,16 @@ class Run:
 
     def write(self, event: str, **fields: Any) -> None:
         now = float(len(self.events))
-        self.events.append({"event": event, "time_s": now, "monotonic_s": now, **fields})
+        writer = {"writer": self.queue if event in OF_QUEUE else "driver"}
+        self.events.append({"event": event, "time_s": now, "monotonic_s": now, **fields, **writer})
+
+    def wake(self) -> None:
+        """A queue that was given up may run on, and writes what it has begun. It draws by itself."""
+        late = [e for e in self.events if e["event"] in OF_QUEUE and e["writer"] != self.queue]
+        if late and self.queue_rng.random() < 0.3:
+            written = [dict(e) for e in late[-self.queue_rng.randint(1, 4) :]]
+            self.events += written
+            self.late += written
 
     # -- the driver --------------------------------------------------------------------------------------------------
 
@@ -123,11 +136,14 @@ class Run:
 
     def resume(self) -> None:
         self.published, self.writing, self.beside, self.limit = -1, None, None, MAX_LAG
+        self.queue = f"queue{len(self.events)}"
+        self.wake()
         if self.saved:
             name, saved = self.saved[-1]
             self.state = saved.copy()
             self.checkpoint = saved.step
-            self.write("resume", step=saved.step, checkpoint=f"step_{saved.step}")
+            self.write("resume", step=saved.step, checkpoint=f"step_{saved.step}", queue=self.queue)
+            self.wake()
             self.write("restored", snapshot=name, step=saved.step, counts=saved.all_counts())
             for ordinal in self.state.of("leased"):
                 self.state.groups[ordinal][0] = "ready"
@@ -136,11 +152,12 @@ class Run:
                 self.give_back(ordinal)
         else:
             self.checkpoint = -1
-            self.write("resume", step=0, checkpoint=None)
+            self.write("resume", step=0, checkpoint=None, queue=self.queue)
             self.state = State()
         self.metrics = {step: line for step, line in self.metrics.items() if step <= self.state.step}
         if not any(now == "new" for now in self.replicas.values()):
             self.mend_all()
+        self.wake()
         self.publish()
         if self.state.step == 0:
             self.initial = self.evaluate(0, self.published)
@@ -437,7 +454,14 @@ class Run:
 def surviving(events: list[Event]) -> list[Event]:
     """What no restart undid."""
     kept: list[Event] = []
+    queue = ""
     for event in events:
+        if event["event"] in ("start", "training_restarted"):
+            queue = ""
+        elif event["event"] == "resume":
+            queue = event["queue"]
+        elif event["event"] in OF_QUEUE and event["writer"] != queue:
+            continue  # of a queue that was given up
         fresh = event["event"] == "start" and not event["resumed"]
         if fresh or (event["event"] == "resume" and event["checkpoint"] is None):
             kept.clear()
@@ -525,7 +549,7 @@ def sealed(lines: Iterable[Event | bytes]) -> bytes:
         if isinstance(line, bytes):
             log += line
             continue
-        body = json.dumps({**line, "writer": "one", "at": len(log)})[:-1].encode()
+        body = json.dumps({**line, "writer": line.get("writer", "one"), "at": len(log)})[:-1].encode()
         chain = hashlib.blake2b(log + body, digest_size=16).hexdigest()
         log += body + f', "chain": "{chain}"}}\n'.encode()
     return log

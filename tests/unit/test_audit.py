@@ -22,12 +22,29 @@ from asyncrl.checkpoint.digests import seal
 from asyncrl.errors import ConfigError
 from asyncrl.observability.events import EventLog
 from asyncrl.types.events import EVENTS, RunFaulted
-from tests.unit.audit_model import COUNTS, LIMITS, STEPS, Event, Run, broken_promise, replay, sealed, surviving
+from tests.unit.audit_model import (
+    COUNTS,
+    LIMITS,
+    OF_QUEUE,
+    STEPS,
+    Event,
+    Run,
+    broken_promise,
+    replay,
+    sealed,
+    surviving,
+)
 
 
 def unconfirmed(log: bytes) -> list[Finding]:
     """What the hashes do not confirm."""
     return read_log(io.BytesIO(log), Audit(LIMITS))
+
+
+def counted(run: Run, *kinds: str) -> list[int]:
+    """Places of the lines of these kinds, without those of a queue that was given up."""
+    late = {id(event) for event in run.late}
+    return [i for i, event in enumerate(run.events) if event["event"] in kinds and id(event) not in late]
 
 
 SEEDS = st.integers(0, 2**32)
@@ -42,6 +59,7 @@ def test_a_legal_log_is_clean_and_agrees_with_the_model(seed, crashes):
     assert audit.findings == []
     assert audit.counts == run.state.all_counts()
     assert (audit.step, audit.outcome, audit.unfinished) == (STEPS, "finished", ())
+    assert audit.replaced.total() == len(run.late)
 
 
 @given(seed=SEEDS, crashes=st.booleans(), place=st.integers(0, 10**6))
@@ -61,8 +79,8 @@ def test_a_lost_transition_is_found_unless_a_restart_undid_it(seed, crashes, pla
 
 @given(seed=SEEDS, crashes=st.booleans(), place=st.integers(0, 10**6))
 def test_a_transition_told_twice_is_always_found(seed, crashes, place):
-    events = Run(seed, crashes=crashes).events
-    kept = [i for i, e in enumerate(events) if e["event"] in ("group", "step", "snapshot", "end")]
+    run = Run(seed, crashes=crashes)
+    events, kept = run.events, counted(run, "group", "step", "snapshot", "end")
     at = kept[place % len(kept)]
     events.insert(at, dict(events[at]))
     assert replay(events).findings or events[at]["event"] == "end"
@@ -93,8 +111,8 @@ def test_two_lines_that_changed_places_are_found_unless_they_commute(seed, crash
 def test_a_number_that_changed_is_found_or_breaks_no_promise(seed, crashes, place, name, delta):
     """By the hashes always. Where these were made to fit, the replay may miss an ordinal in what a restart undid: until
     then another group could have done the same."""
-    events = Run(seed, crashes=crashes).events
-    groups = [i for i, e in enumerate(events) if e["event"] == "group"]
+    run = Run(seed, crashes=crashes)
+    events, groups = run.events, counted(run, "group")
     at = groups[place % len(groups)]
     lines = sealed(events).splitlines(keepends=True)
     before = f'"{name}": {events[at][name]},'.encode()
@@ -285,6 +303,30 @@ def test_a_crash_and_what_it_undid(run_dir):
     assert report.findings == ()
     assert (report.starts, report.crashes, report.torn_lines) == (2, 1, 1)
     assert [(r.before, r.after, r.trained) for r in report.rollbacks] == [(2, 1, 2)]
+
+
+def by(writer: str, events: list) -> list:
+    return [{**e, "writer": writer} if e["event"] in OF_QUEUE else e for e in events]
+
+
+def test_a_queue_that_was_given_up_and_wakes_spoils_nothing(run_dir):
+    """It was stopped in the middle of its commit and goes on wherever a restart may be."""
+    restarted = event("training_restarted", process="message queue", seconds=1.0, checkpoint="step_1")
+    *trained, published = one_step(2, 1)
+    rest = by("old", trained[-2:])
+    before = [*by("old", [*START[:1], event("resume", step=0, checkpoint=None, queue="old"), *START[2:]])]
+    before += by("old", [*one_step(0, 0), *SNAPSHOT, *trained[:-2]])
+    resume = RESUME | {"queue": "new"}
+    for lives in ([LOST, restarted], [RESUMED]):
+        back = [*lives, resume, *by("new", [RESTORED]), *AGAIN, *by("new", [*trained, published, *FINISHED])]
+        for at in range(len(lives), len(back) + 1):
+            report = run_dir([*before, *back[:at], *rest, *back[at:]])
+            assert (report.findings, report.replaced) == ((), {"old": 2}), back[at - 1]
+    assert "2 lines of old" in report.text()
+    twice = run_dir([*before, *back, RESUMED, RESUME | {"queue": "old"}, *rest])
+    assert any("queue old, which was replaced before" in finding.text for finding in twice.findings)
+    unnamed = run_dir([*before, LOST, restarted, RESUME, *by("new", [RESTORED]), *rest])
+    assert unnamed.replaced == {"old": 2}, "also where the next queue is not named"
 
 
 def test_a_line_torn_in_the_middle_of_a_run_is_a_finding(run_dir):

@@ -42,6 +42,10 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
             "snapshot",
         ),
     },
+    "the next line is of a queue that was given up; or its own queue was, before it wrote any": {
+        "exchanged": ("resume", "training_restarted"),
+        "queue": ("resume",),
+    },
     "what is left is the log of a process that died, failed to start or was given up at this moment": {
         "deleted": (
             *("end", "fault", "restored", "rollouter_restarted", "evaluation_started"),
@@ -158,8 +162,9 @@ def places(cases: list[Case], count: int) -> Iterator[tuple[str, Case, int]]:
     found = defaultdict(list)
     for case in cases:
         kept = {id(event) for event in surviving(case.run.events)}
+        late = {id(event) for event in case.run.late}
         for at, event in enumerate(case.run.events):
-            if id(event) in kept or event["event"] in LIVES:
+            if id(event) in kept or (event["event"] in LIVES and id(event) not in late):
                 found[kind_of(event)].append((case, at))
     for kind, of in found.items():
         for case, at in random.Random(0).sample(of, min(count, len(of))):

@@ -40,6 +40,13 @@ def test_jsonl(tmp_path: Path) -> None:
     assert [row.origin for row in rows] == [f"{path}:1", f"{path}:2"]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    plain = write_jsonl(tmp_path / "plain.jsonl", "a", "b")
+    marked = tmp_path / "marked.jsonl"
+    marked.write_text(plain.read_text(), encoding="utf-8-sig")
+    assert [row.messages for row in load_rows(str(marked))] == [row.messages for row in load_rows(str(plain))]
+
+
 def test_parquet_gives_the_same_rows_as_jsonl(tmp_path: Path) -> None:
     names = ["a", "b", "c", "d", "e"]
     from_parquet = load_rows(str(write_parquet(tmp_path / "t.parquet", *names)))

@@ -71,6 +71,7 @@ def run_directory(tmp_path):
         if publishes:
             done = now + PAUSE_S + 0.01
             publish = {"version": number, "publish_s": 0.3, "pause_s": PAUSE_S, "transfer_s": 0.1, "bytes": 1000}
+            publish |= {"verified": False, "attempts": 1, "replicas": 1}
             events.append({"event": "publish", "time_s": done} | publish)
         made = [["request", now, stop, {"replica": 0, "tokens": length}], ["trajectory", now, stop + REST_S, {}]]
         groups.append({"ordinal": number, "attempt": 0, "trajectories": [made] * together})

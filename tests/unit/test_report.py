@@ -129,7 +129,9 @@ def test_two_runs_and_what_differs(tmp_path, capsys):
             id="no step",
         ),
         pytest.param(
-            lambda path: (write_run(path, "healthy", 3) / "config.json").write_text("{"), "not JSON", id="torn config"
+            lambda path: (write_run(path, "healthy", 3) / "config.json").write_text("{"),
+            "not that of a run",
+            id="torn config",
         ),
     ],
 )

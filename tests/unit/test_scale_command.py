@@ -13,7 +13,7 @@ import pytest
 from asyncrl.commands import scale
 from asyncrl.commands.scale import describe, main
 from asyncrl.driver import scale_requests
-from asyncrl.driver.fleet.fleet_size import FleetLimits, FleetSize
+from asyncrl.driver.fleet.fleet_size import MOST_WAITS, FleetLimits, FleetSize
 from asyncrl.driver.scale_requests import ScaleDesk, ask
 from asyncrl.errors import ConfigError, DeadlineExceeded
 from asyncrl.types import FleetReport, ReplicaRow, ReplicaTable
@@ -56,13 +56,13 @@ def run_dir(tmp_path):
 
 
 @contextmanager
-def driver(run_dir, most=None):
+def driver(run_dir, most=None, on_event=None):
     """The loops of a driver, in a thread; yields its events."""
     events, ended = [], threading.Event()
 
     async def loops():
         limits = FleetLimits(2, most)
-        fleet = FleetSize(Pool(2), Places(), limits, start_timeout_s=1, on_event=events.append, look_s=0.01)
+        fleet = FleetSize(Pool(2), Places(), limits, start_timeout_s=1, on_event=on_event or events.append, look_s=0.01)
         works = [fleet.watch(), ScaleDesk(run_dir / "scale", fleet).serve()]
         tasks = [asyncio.create_task(work) for work in works]
         while not ended.is_set():
@@ -93,10 +93,10 @@ def test_it_shows_the_fleet_asks_for_another_and_waits_for_it(run_dir, capsys):
         assert main([str(run_dir)]) == 0
         assert (
             capsys.readouterr().out
-            == "wanted 2 (from 2 to any number), there 2\n  replica 0: serving\n  replica 1: serving\n"
+            == "wanted 2 (from 2 to 10000), there 2\n  replica 0: serving\n  replica 1: serving\n"
         )
         assert main([str(run_dir), "replicas=4", "--wait", "20"]) == 0
-        assert "wanted 4 (from 2 to any number), there 4" in capsys.readouterr().out
+        assert "wanted 4 (from 2 to 10000), there 4" in capsys.readouterr().out
         assert main([str(run_dir), "replicas=3", "--wait", "20"]) == 0
         assert [(e.replicas, e.former, e.asked_by) for e in events] == [(4, 2, "command"), (3, 4, "command")]
         assert not list((run_dir / "scale").iterdir()), "requests and answers are removed"
@@ -115,6 +115,45 @@ def test_what_cannot_be_is_refused_with_what_to_do(run_dir, capsys):
             assert main([str(run_dir), target]) == 2
             assert "write for example replicas=6" in capsys.readouterr().err
         assert [e.asked_by for e in events] == ["recipe"]
+
+
+@pytest.mark.parametrize("number", ["10001", "99999999999999999999", "9" * 5000, "0" * 5000 + "1" * 5])
+def test_an_absurd_number_is_refused_and_ends_nothing(run_dir, capsys, number):
+    with driver(run_dir) as events:
+        assert main([str(run_dir), f"replicas={number}"]) == 2
+        assert "no run has more than 10000" in capsys.readouterr().err
+        asked = json.dumps({"replicas": int(number[-4000:]), "until_s": time.time() + 60})
+        (run_dir / "part").write_text(asked)
+        (run_dir / "part").rename(run_dir / "scale" / "own.request.json")  # past the command
+        answer = run_dir / "scale" / "own.answer.json"
+        wait_until(lambda: answer.exists() and answer.read_text())
+        assert "no run has more than 10000" in json.loads(answer.read_text())["error"]
+        assert events == []
+
+
+def test_many_replicas_wait_a_few_at_a_time(run_dir):
+    with driver(run_dir):
+        found = ask(run_dir / "scale", 10_000, 20)
+        assert (found.target, len(found.waiting)) == (10_000, MOST_WAITS)
+        assert len(describe(found).splitlines()) == 3 + MOST_WAITS
+        wait_until(lambda: len(ask(run_dir / "scale", None, 20).states) == 4)
+        assert len(ask(run_dir / "scale", None, 20).waiting) == MOST_WAITS
+        assert ask(run_dir / "scale", 4, 20).target == 4
+        wait_until(lambda: not ask(run_dir / "scale", None, 20).waiting)
+
+
+def test_what_is_no_file_does_not_hold_the_driver_up_and_an_error_of_the_fleet_is_the_answer(run_dir):
+    def told(event):
+        if event.replicas == 4:
+            raise RuntimeError("not four")
+
+    with driver(run_dir, on_event=told):
+        os.mkfifo(run_dir / "scale" / "a.request.json")
+        (run_dir / "scale" / "b.request.json").mkdir()
+        assert ask(run_dir / "scale", 3, 20).target == 3
+        with pytest.raises(ConfigError, match="not four"):
+            ask(run_dir / "scale", 4, 20)
+        assert ask(run_dir / "scale", None, 20).target == 3
 
 
 def test_what_is_not_reached_in_time_says_what_each_replica_waits_for(run_dir, capsys):
@@ -191,10 +230,10 @@ def test_a_run_that_comes_up_answers_who_waits_for_it_and_nobody_else(run_dir):
 def test_what_ask_returns_is_what_the_run_has(run_dir):
     with driver(run_dir):
         asked = ask(run_dir / "scale", 5, 20)
-        assert (asked.target, asked.least, asked.most) == (5, 2, None)
+        assert (asked.target, asked.least, asked.most) == (5, 2, 10000)
         with pytest.raises(ConfigError, match="num_replicas"):
             ask(run_dir / "scale", 1, 20)
         while len((found := ask(run_dir / "scale", None, 20)).states) < 4:
             time.sleep(0.01)
-        assert found == FleetReport(5, 2, None, dict.fromkeys(range(4), "serving"), {4: ""})
+        assert found == FleetReport(5, 2, 10000, dict.fromkeys(range(4), "serving"), {4: ""})
     assert "replica 4: waits for a place: it has begun to look" in describe(found)

@@ -1,9 +1,7 @@
 """A config.json decides neither which code runs nor which machines are asked, unless somebody says that it may."""
 
 import json
-import re
 from dataclasses import asdict
-from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -11,8 +9,8 @@ import pytest
 from asyncrl.checkpoint.digests import seal
 from asyncrl.checkpoint.locate import FoundCheckpoint
 from asyncrl.checkpoint.store import RunState, render_state
-from asyncrl.checkpoint.trust import CODE_KEYS, reaches_out
-from asyncrl.commands.evaluate import _parser, load_evaluation
+from asyncrl.checkpoint.trust import reaches_out
+from asyncrl.commands.evaluate import _of_run, _parser, load_evaluation
 from asyncrl.commands.evaluate import main as evaluate
 from asyncrl.commands.export import main as export
 from asyncrl.commands.export import model_of
@@ -40,6 +38,19 @@ REACHES = {
     "data.system_prompt": "${oc.env:SECRET}",
     "base": "../other.yaml",
     "reward.code.allow_basic_sandbox": True,
+    "ray.env": {"PYTHONPATH": "lib"},
+    "rollout.vllm.engine_args": {"structured_outputs_config": {"reasoning_parser_plugin": "lib/p.py"}},
+    "rollout.sglang.server_args": {"hooks": ["evil:hook"]},
+    "rollout.remote.urls": ["http://elsewhere/"],
+    "rollout.remote.api_key_env": "SECRET",
+    "weights.disk_directory": "http://elsewhere/",
+    "model.chat_template": "lib/template.jinja",
+    "rollout.agent.host": "0.0.0.0",
+    "rollout.serve.host": "0.0.0.0",
+    "rollout.gymnasium.kwargs": {"xml_file": "lib/x.xml"},
+    "rollout.tool_use.corpus": "lib/corpus.jsonl",
+    "teacher.vllm.engine_args": {"logits_processors": ["evil:L"]},
+    "judge.trust_remote_code": True,
 }
 
 
@@ -69,11 +80,46 @@ def test_a_plain_recipe_reaches_for_nothing(run):
     assert reaches_out(run[1]) == {}
 
 
-def test_every_key_that_names_code_is_known():
-    package = Path(__file__).resolve().parents[2] / "asyncrl"
-    resolved = {k for f in package.rglob("*.py") for k in re.findall(r'resolve\("([\w.]+)"', f.read_text())}
-    assert {"rollout.environment", "algorithm.loss"} <= resolved
-    assert {k for k in resolved if k not in CODE_KEYS and not k.startswith("algorithm.")} == set(), "those are choices"
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("reward.function", "rewards.py"),
+        ("reward.function", "lib/rewards"),
+        ("reward.parts", {"math": 1.0, "lib/more": 0.5}),
+        ("rollout.tool_use.tools", ["calculator", "tools.py"]),
+        ("rollout.environment", "a.b"),
+        ("reward.judge.prompt", "${oc.env:SECRET}"),
+        ("rollout.sampling.stop", ["a", "${oc.env:SECRET}"]),
+        ("reward.parts", {"${oc.env:SECRET}": 1.0}),
+        ("some.thing", 1),
+        ("reward", "math"),
+    ],
+)
+def test_what_is_no_name_of_our_own_needs_the_users_word(run, key, value):
+    recipe = {**run[1], key: value} if "." not in key or key == "some.thing" else run[1]
+    if recipe is run[1]:
+        written(*run, key, value)
+    assert key in reaches_out(recipe)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("reward.function", "numeric"),
+        ("reward.parts", {"math": 1.0, "overlong": 0.5}),
+        ("rollout.gymnasium.id", "ALE/Pong-v5"),
+        ("rollout.sampling.temperature", 0.3),
+        ("rollout.engine", "vllm"),
+        ("rollout.vllm.quantization", "fp8"),
+        ("data.system_prompt", "Think: step by step, then see http://elsewhere/."),
+        ("trainer.lora.target_modules", ["q_proj"]),
+        ("teacher.vllm.enforce_eager", True),
+        ("staleness.max_lag", 4),
+    ],
+)
+def test_what_only_says_how_to_render_sample_and_judge_is_taken(run, key, value):
+    written(*run, key, value)
+    assert reaches_out(run[1]) == {}
 
 
 @pytest.mark.parametrize("key", REACHES)
@@ -109,6 +155,17 @@ def test_what_the_command_line_names_or_allows_is_let_through(run, tmp_path, mon
     (tmp_path / "scratch").mkdir()
     with pytest.raises(ConfigError, match="the config of"):
         load_evaluation(arguments, found, tmp_path / "scratch")
+
+
+def test_what_the_command_line_names_takes_the_place_of_the_runs(run, tmp_path):
+    directory, recipe = run
+    written(directory, recipe, "ray.env", {"PYTHONPATH": "lib"})
+    written(directory, recipe, "reward.parts", {"evil.module:reward": 1.0})
+    words = ["ray.env={OMP_PROC_BIND: close}"]
+    arguments = _parser().parse_intermixed_args([str(directory), "rows.jsonl", "--reward", "numeric", *words])
+    (tmp_path / "scratch").mkdir()
+    taken = _of_run(arguments, FoundCheckpoint(directory / "checkpoints/step_3", 3, recipe), tmp_path / "scratch")
+    assert (taken["ray"]["env"], taken["reward"]["parts"]) == ({}, {})
 
 
 @pytest.mark.parametrize("recipe", [{"model": 3}, {"model": {"path": 3}}, {"data": 3}, {"x": {}}])

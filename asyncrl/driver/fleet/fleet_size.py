@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from asyncrl.config.rollout import MOST_REPLICAS
 from asyncrl.errors import ConfigError, NoPlace, explain
 from asyncrl.types import FleetReport, ReplicaState, events
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_WAITS = 64
+"""Replicas that wait for a place at the same time: each wait costs Ray and the driver time. The next one begins when
+another has found its place."""
 LOOK_S = 1.0
 """Pause between two looks at the table and the nodes."""
 SPARED: tuple[ReplicaState, ...] = ("dead", "starting", "suspended", "newcomer", "serving", "held", "leased")
@@ -32,7 +36,7 @@ SPARED: tuple[ReplicaState, ...] = ("dead", "starting", "suspended", "newcomer",
 @dataclass(frozen=True, slots=True)
 class FleetLimits:
     """`least`: replicas whose places are reserved for the whole run. `most`: None allows any number. `fixed_by`: the
-    setting that fixes the number at `least`; empty if there is none."""
+    setting that fixes the number at `least`; empty if there is none. At most MOST_REPLICAS in any case."""
 
     least: int
     most: int | None = None
@@ -51,6 +55,9 @@ class FleetLimits:
         if self.most is not None and replicas > self.most:
             do = f"ask for {self.most} or fewer, or raise it with resume=auto"
             raise ConfigError(explain(asked, f"rollout.max_replicas={self.most}", do))
+        if replicas > MOST_REPLICAS:
+            do = f"ask for {MOST_REPLICAS} or fewer"
+            raise ConfigError(explain(asked, f"no run has more than {MOST_REPLICAS}", do))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,7 @@ def changes(target: int, least: int, states: Mapping[int, ReplicaState], waiting
     surplus = len(there) + len(waiting) - target
     if surplus <= 0:
         free = (i for i in itertools.count() if i not in states and i not in waiting)
-        return Changes(begin=tuple(itertools.islice(free, -surplus)))
+        return Changes(begin=tuple(itertools.islice(free, max(0, min(-surplus, MOST_WAITS - len(waiting))))))
     # Too many: cancel waits before stopping replicas. Reserved places stay.
     give_up = sorted((i for i in waiting if i >= least), reverse=True)[:surplus]
     spare = sorted((i for i in there if i >= least), key=lambda i: (SPARED.index(states[i]), -i))
@@ -123,7 +130,7 @@ class FleetSize:
         states: dict[int, ReplicaState] = {i: row.state for i, row in self._pool.table.rows.items()}
         waiting = {i: self._found.get(i, "") for i in sorted(self._waits)}
         limits = self._limits
-        most = limits.least if limits.fixed_by else limits.most
+        most = limits.least if limits.fixed_by else limits.most or MOST_REPLICAS
         return FleetReport(self._target, limits.least, most, states, waiting)
 
     def resize(self, replicas: int, asked_by: Literal["recipe", "command"] = "command") -> FleetReport:

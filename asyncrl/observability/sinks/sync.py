@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError, explain
+from asyncrl.json_records import from_plain, read_json
 from asyncrl.observability.sinks.tensorboard import TensorBoardSink
 from asyncrl.observability.sinks.wandb import WandbSink, finite, logged_in
+from asyncrl.ranges import Whole
 from asyncrl.types.metrics import Metric
 
 
@@ -65,11 +66,11 @@ def read_records(path: Path) -> list[dict[str, float]]:
     """The records of a run by step; of a step that was trained again, the last. Raises ConfigError if there are
     none."""
     by_step: dict[int, dict[str, float]] = {}
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
-            record = finite(json.loads(line))
-            by_step[int(record[Metric.STEP])] = record
-        except (ValueError, KeyError, TypeError):
+            record = from_plain(Mapping[str, float | None], read_json(line))
+            by_step[from_plain(Whole, record.get(Metric.STEP))] = finite(record)
+        except ValueError:
             continue  # torn by a crash
     if not by_step:
         found = "no record of an optimizer step there" if path.is_file() else "no such file"

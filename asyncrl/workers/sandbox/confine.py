@@ -246,6 +246,31 @@ _OTHERS: dict[str, tuple[int | None, int | None]] = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
 }
+# where files outside are not on read-only mounts: Landlock has no right for metadata. These calls succeed and do
+# nothing, so that programs which copy or unpack files of their own go on.
+_METADATA: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+}
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _SELF = -1
 """Stands for the process id of the program."""
@@ -264,10 +289,12 @@ _ONLY_ALONE: list[tuple[tuple[int, int], int, tuple[int, ...]]] = [
     ((203, 122), 0, (0, _SELF)),  # sched_setaffinity
     ((314, 274), 0, (0, _SELF)),  # sched_setattr
 ]
-# (numbers, argument, its forbidden values): the owner of a descriptor is sent a chosen signal
+# (numbers, argument, its forbidden values): the owner of a descriptor is sent a chosen signal; who opens a leased file
+# waits for its holder; flags of a file are metadata
 _NOT: list[tuple[tuple[int, int], int, tuple[int, ...]]] = [
-    ((72, 25), 1, (8, 10, 15)),  # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX
+    ((72, 25), 1, (8, 10, 15, 1024)),  # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE
     ((16, 29), 1, (0x8901, 0x8902)),  # ioctl: FIOSETOWN, SIOCSPGRP
+    ((16, 29), 1, (0x40086602, 0x401C5820, 0x40087602)),  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FS_IOC_SETVERSION
 ]
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -280,9 +307,9 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
-def _filter(column: int, architecture: int, single: bool, alone: bool) -> bytes:
+def _filter(column: int, architecture: int, single: bool, alone: bool, read_only: bool) -> bytes:
     """The BPF program. Jumps count instructions to skip."""
-    refuse, absent = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+    refuse, absent, pretend = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS, _ERRNO
     program = [
         _instruction(_LOAD, _ARCHITECTURE),
         _instruction(_JUMP_EQUAL, architecture, 1, 0),
@@ -293,9 +320,11 @@ def _filter(column: int, architecture: int, single: bool, alone: bool) -> bytes:
     ]
     # Phase 1: calls that are refused whatever their arguments.
     never = [*_NEVER.values(), *(_PROCESSES.values() if single else ()), *(_OTHERS.values() if alone else ())]
-    for numbers in never:
-        if (number := numbers[column]) is not None:
-            program += [_instruction(_JUMP_EQUAL, number, 0, 1), _instruction(_RETURN, refuse)]
+    metadata = () if read_only else _METADATA.values()
+    for answer, calls in ((refuse, never), (pretend, metadata)):
+        for numbers in calls:
+            if (number := numbers[column]) is not None:
+                program += [_instruction(_JUMP_EQUAL, number, 0, 1), _instruction(_RETURN, answer)]
     # clone3's flags are in memory, which a filter cannot read: on ENOSYS the C library uses clone
     program += [_instruction(_JUMP_EQUAL, _CLONE3[column], 0, 1), _instruction(_RETURN, absent)]
     program += [_instruction(_JUMP_EQUAL, _CLONE[column], 0, 5 if single else 4), _instruction(_LOAD, _FIRST_ARGUMENT)]
@@ -323,20 +352,21 @@ def _of_call(number: int, argument: int, checks: list[bytes]) -> list[bytes]:
     return [skip, load, *checks, _instruction(_LOAD, _NUMBER)]
 
 
-def filter_calls(*, single: bool, alone: bool) -> bool:
+def filter_calls(*, single: bool, alone: bool, read_only: bool) -> bool:
     """Irrevocably refuses calls that reach the network or rarely used parts of the kernel.
 
     Args:
         single: also refuse new processes, but not threads.
         alone: there is no process namespace: also refuse signals to others. Call it in the process that becomes the
             program.
+        read_only: files outside are on read-only mounts. Else modes, owners, times and attributes stay as they are.
 
     Returns False if this machine or its kernel has no such filter.
     """
     known = _ARCHITECTURES.get(os.uname().machine) if sys.platform == "linux" else None
     if known is None:
         return False
-    program = _filter(*known, single, alone)
+    program = _filter(*known, single, alone, read_only)
     code = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):

@@ -94,7 +94,7 @@ def _first(request: dict, counts: bool) -> None:
         confine.drop_capabilities()
         held = ["namespaces"]
         held += ["landlock"] if confine.restrict_files(readable, directory) else ["mounts"] if read_only else []
-        held += ["seccomp"] if confine.filter_calls(single=not counts, alone=False) else []
+        held += ["seccomp"] if confine.filter_calls(single=not counts, alone=False, read_only=read_only) else []
         _report(request, held=held)
         _become()
     status, limit = _wait(child, most if own_proc and not counts else None)
@@ -134,7 +134,7 @@ def _alone(request: dict) -> None:
         if sys.platform == "linux":
             confine.drop_capabilities()
             held += ["landlock"] if confine.restrict_files(request["readable"], request["directory"]) else []
-        filtered = request["level"] != "basic" and confine.filter_calls(single=True, alone=True)
+        filtered = request["level"] != "basic" and confine.filter_calls(single=True, alone=True, read_only=False)
         held += ["seccomp"] if filtered else ["basic"]
         _report(request, held=held)
         _become(None if filtered else _BASIC.format(directory=request["directory"]))
