@@ -21,7 +21,8 @@ POOLS = ("teacher", "judge")
 """Sections of other models. Their keys are those of `model` and of the engines in `rollout`."""
 _TAKEN = """
     model.revision model.enable_thinking model.date
-    data.system_prompt data.curriculum.key data.drop_duplicates data.shuffle data.continue_final_message reward.skip_special_tokens
+    data.system_prompt data.curriculum.key data.drop_duplicates data.shuffle data.continue_final_message
+    reward.skip_special_tokens
     rollout.torch.device rollout.vllm.enable_prefix_caching rollout.vllm.enforce_eager rollout.vllm.enable_sleep_mode
     rollout.vllm.record_experts rollout.vllm.structured_outputs rollout.sglang.disable_radix_cache
     rollout.sglang.disable_overlap_schedule rollout.sglang.disable_cuda_graph rollout.sglang.enable_memory_saver
