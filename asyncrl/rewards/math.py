@@ -33,7 +33,8 @@ _TIME = re.compile(r"\d:\d\d(?!\d)")
 _EQUALS = re.compile(r"(?<![<>!\\:=]):?=+|\\equiv(?![A-Za-z])")
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq)(?![A-Za-z])")
 _NAME = re.compile(
-    r"(?:\\(?!pi(?![a-z]))[A-Za-z]+ ?[A-Z]{0,3}|[A-Za-z]{1,3})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,]*\))?|\(\w(?:,\w)*\)"
+    r"(?:\\(?!pi(?![a-z]))[A-Za-z]+ ?[A-Z]{0,3}|[A-Za-z]{1,3})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,]*\))?"
+    r"|\([A-Za-z](?:,[A-Za-z])*\)"
 )
 _MAX_SIDES = 3  # comparing by meaning is slow
 
@@ -83,12 +84,17 @@ def is_stated(answer: str, row: PromptRow) -> bool:
     if found.text == truth.text or _WORDS.fullmatch(truth.text):
         return True
     core = read(choice[3]).core if choice and choice[1] and choice[3] else found.core
-    question = "\n".join(message.content for message in row.messages)
-    wanted = _values(truth.core)[-1]
-    return any(states(value, wanted, question) for value in _values(core))
+    wanted = values(truth.core)[-1]
+    return any(states(value, wanted, question_of(row)) for value in values(core))
 
 
-def _values(core: str) -> list[str]:
+def question_of(row: PromptRow) -> str:
+    """The texts of the prompt."""
+    return "\n".join(message.content for message in row.messages)
+
+
+def values(core: str) -> list[str]:
+    """The sides of `x = a = b` without names; the whole if it is no equality."""
     return _sides(core)[1] or [core]
 
 

@@ -45,7 +45,16 @@ def states(answer: str, truth: str, question: str) -> bool:
     """
     if _plain(answer) in _plain(truth):
         return True
-    return (_is_open(truth, truth) or not _is_open(answer, truth)) and not _stands_in(_plain(answer), question)
+    return (_is_open(truth, truth) or not _is_open(answer, truth)) and not repeats(answer, truth, question)
+
+
+def repeats(answer: str, truth: str, question: str) -> bool:
+    """True if the question has this expression, as a whole, and the truth has not. A literal number is none."""
+    plain = _plain(answer)
+    if plain in _plain(truth) or not any(kind.search(plain) for kind in (_OPERATION, _FUNCTIONS, _OPERATORS)):
+        return False
+    spelled = r"\s*".join(map(re.escape, _TOKEN.findall(plain)))
+    return re.search(rf"(?<![\w.^*/+-]){spelled}(?![\w^*/+-])", _plain(question)) is not None
 
 
 def leaves_arithmetic(core: str) -> bool:
@@ -70,14 +79,6 @@ def _is_open(core: str, truth: str) -> bool:
         return False  # with an unknown: any form of it
     exact = any(round(int(of) ** (1 / int(n or 2))) ** int(n or 2) == int(of) for n, of in _ROOT.findall(plain))
     return exact or leaves_arithmetic(core) or _FUNCTIONS.search(plain) is not None
-
-
-def _stands_in(plain: str, question: str) -> bool:
-    """True if the question has this expression, as a whole."""
-    if not any(kind.search(plain) for kind in (_OPERATION, _FUNCTIONS, _OPERATORS)):
-        return False
-    spelled = r"\s*".join(map(re.escape, _TOKEN.findall(plain)))
-    return re.search(rf"(?<![\w.^*/+-]){spelled}(?![\w^*/+-])", _plain(question)) is not None
 
 
 def _plain(text: str) -> str:
