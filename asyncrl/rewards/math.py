@@ -17,6 +17,7 @@ from asyncrl.data.rows import PromptRow
 from asyncrl.errors import explain
 from asyncrl.rewards.math_equivalence import equivalent
 from asyncrl.rewards.math_reading import Reading, boxed, read
+from asyncrl.rewards.math_statement import states
 from asyncrl.rewards.reward import RewardResult
 
 _MARK = re.compile(
@@ -32,15 +33,17 @@ _TIME = re.compile(r"\d:\d\d(?!\d)")
 _EQUALS = re.compile(r"(?<![<>!\\:=]):?=+|\\equiv(?![A-Za-z])")
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq)(?![A-Za-z])")
 _NAME = re.compile(
-    r"(?:\\(?!pi(?![a-z]))[A-Za-z]+ ?[A-Z]{0,3}|[A-Za-z]{1,3})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,]*\))?|\(\w(?:,\w)*\)"
+    r"(?:\\(?!pi(?![a-z]))[A-Za-z]+ ?[A-Z]{0,3}|[A-Za-z]{1,3})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,]*\))?"
+    r"|\([A-Za-z](?:,[A-Za-z])*\)"
 )
 _MAX_SIDES = 3  # comparing by meaning is slow
 
 
 def math_reward(response: str, row: PromptRow) -> RewardResult:
-    """1 if the final answer equals the ground truth, else 0. Parts: `correct`, `answered` (an answer was found)."""
+    """1 if the final answer states the ground truth, else 0. Parts: `correct`, `answered` (an answer was found)."""
     answer = final_answer(response, factorial=row.ground_truth.rstrip().endswith("!"))
-    correct = float(answer is not None and same_answer(answer, row.ground_truth))
+    is_right = answer is not None and same_answer(answer, row.ground_truth) and is_stated(answer, row)
+    correct = float(is_right)
     return RewardResult(correct, (("correct", correct), ("answered", float(answer is not None))))
 
 
@@ -72,6 +75,27 @@ def final_answer(response: str, *, factorial: bool = False) -> str | None:
 def same_answer(answer: str, truth: str) -> bool:
     """True when both are the same number, the same words, or mean the same."""
     return _same(read(answer), read(truth))
+
+
+def is_stated(answer: str, row: PromptRow) -> bool:
+    """True if an answer that equals the ground truth, or one side of `x = a = b`, is more than the question."""
+    found, truth = read(answer), read(row.ground_truth)
+    choice = _CHOICE.fullmatch(found.text)
+    if found.text == truth.text or _WORDS.fullmatch(truth.text):
+        return True
+    core = read(choice[3]).core if choice and choice[1] and choice[3] else found.core
+    wanted = values(truth.core)[-1]
+    return any(states(value, wanted, question_of(row)) for value in values(core))
+
+
+def question_of(row: PromptRow) -> str:
+    """The texts of the prompt."""
+    return "\n".join(message.content for message in row.messages)
+
+
+def values(core: str) -> list[str]:
+    """The sides of `x = a = b` without names; the whole if it is no equality."""
+    return _sides(core)[1] or [core]
 
 
 def _same(answer: Reading, truth: Reading) -> bool:

@@ -9,8 +9,9 @@ import sys
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.errors import explain
-from asyncrl.rewards.math import final_answer
+from asyncrl.rewards.math import final_answer, question_of, values
 from asyncrl.rewards.math_reading import read, with_exponents, with_plain_fractions, without_markup
+from asyncrl.rewards.math_statement import leaves_arithmetic, repeats
 from asyncrl.rewards.reward import RewardResult
 
 _NUMBER = re.compile(r"(?<![\w.])[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:(?<=\d)\.\d*|\.\d+)?(?<=[\d.])(?:[eE][+-]?\d+)?")
@@ -35,6 +36,8 @@ class NumericReward:
         truth = true_number(row)
         stated = final_answer(response)
         number = last_number(_plain(response)) if stated is None else stated_number(stated)
+        if stated is not None and not _is_stated(stated, row):
+            number = None
         correct = float(number is not None and abs(number - truth) <= self._tolerance * (abs(truth) or 1.0))
         return RewardResult(correct, (("correct", correct), ("answered", float(number is not None))))
 
@@ -55,6 +58,14 @@ def stated_number(text: str) -> float | None:
         return float(value) if abs(value) < _LARGEST else None
     plain = _plain(text)
     return None if _COMPUTED.search(plain) else last_number(plain)
+
+
+def _is_stated(text: str, row: PromptRow) -> bool:
+    """False: the text would have to be computed, or is an expression of the question."""
+    return any(
+        not leaves_arithmetic(value) and not repeats(value, row.ground_truth, question_of(row))
+        for value in values(read(text).core or text)
+    )
 
 
 def last_number(text: str) -> float | None:

@@ -18,8 +18,8 @@ MEAN_THE_SAME = [
     ("(x+1)^2", "x^2 + 2x + 1"),
     (r"\{2, 1\}", r"\{1, 2\}"),
     (r"[0, \infty)", r"[0,\infty)"),
-    ("2^{10}", "1024"),
-    (r"\sqrt{16}", "4"),
+    ("1024", "2^{10}"),
+    ("4", r"\sqrt{16}"),
     ("$(1, 2)$", "(1, 2)"),
     ("$\\frac{1}{2}$, which is small", "1/2"),
 ]
@@ -115,6 +115,18 @@ def test_a_number_within_the_tolerance_is_right(
             numeric(response, row(truth))
     else:
         assert numeric(response, row(truth)).reward == right
+
+
+@pytest.mark.parametrize("answer", ["11+8", "38/2", r"\frac{38}{2}", "19*1", "x = 11 + 8", "19/1", "11 + 8 = 19", "19"])
+def test_a_number_that_is_still_to_be_computed_is_none(answer: str) -> None:
+    is_number = answer in ("19", "11 + 8 = 19", "19/1")
+    assert build_reward(RewardConfig(function="numeric"))(f"#### {answer}", row("19")).reward == is_number
+
+
+def test_a_quotient_of_the_question_is_none() -> None:
+    numeric = build_reward(RewardConfig(function="numeric"))
+    for question, reward in (("Write 3/4 as a decimal.", 0), ("How much of 4 is 3?", 1)):
+        assert numeric(r"\boxed{\frac34}", row("0.75", question)).reward == reward
 
 
 def test_a_truth_that_is_no_number_names_the_row() -> None:

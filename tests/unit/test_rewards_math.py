@@ -149,6 +149,84 @@ def test_an_exclamation_mark_is_a_factorial_where_the_truth_has_one() -> None:
     assert math_reward("The answer is 5!", row("120")).reward == 0.0
 
 
+RESTATED = [
+    (r"17 \cdot 23", "391"),
+    ("17*23", "391"),
+    ("(17)(23)", "391"),
+    ("x = 17 * 23", "391"),
+    ("11+8", "19"),
+    ("(B) 11+8", "19"),
+    ("144/12", "12"),
+    (r"\frac{144}{12}", "12"),
+    (r"\frac{1}{2}+\frac{1}{3}", "5/6"),
+    (r"\int_0^1 x^2 dx", "1/3"),
+    (r"\frac{d}{dx} x^2", "2x"),
+    (r"\frac{\partial}{\partial x} x^2 y", "2xy"),
+    (r"\int 2x dx", "x^2"),
+    (r"\sum_{k=1}^{3} k", "6"),
+    (r"\lim_{x\to 0}\frac{\sin x}{x}", "1"),
+    (r"\log_2 8", "3"),
+    (r"\gcd(12,18)", "6"),
+    (r"\binom52", "10"),
+    (r"\det\begin{pmatrix}1&2\\3&4\end{pmatrix}", "-2"),
+    (r"\max(3,5)", "5"),
+    (r"\sqrt{144}", "12"),
+    (r"\lfloor 7.9\rfloor", "7"),
+    ("|-5|", "5"),
+    ("2^{10}", "1024"),
+    ("5!", "120"),
+    (r"\sqrt{2^2+8}", r"2\sqrt{3}"),
+    (r"\cos 30^\circ", r"\frac{\sqrt{3}}{2}"),
+    (r"\arctan 1", r"\frac{\pi}{4}"),
+    (r"\{1+1, 3\}", r"\{2, 3\}"),
+    (r"(\sqrt{4}, 3)", "(2, 3)"),
+]
+
+
+@pytest.mark.parametrize(("answer", "truth"), RESTATED)
+def test_an_answer_that_is_still_to_be_computed_is_none(answer: str, truth: str) -> None:
+    assert math_reward(rf"\boxed{{{answer}}}", row(truth)).reward == 0
+    assert math_reward(rf"\boxed{{{answer}}}", row(answer)).reward == 1  # the truth leaves it to be computed too
+    assert math_reward(rf"\boxed{{{answer} = {truth}}}", row(truth)).reward == same_answer(f"{answer} = {truth}", truth)
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "truth"),
+    [
+        ("Expand (x+1)^2.", "(x+1)^{2}", "x^2+2x+1"),
+        (r"Simplify $\sqrt{12}$.", r"\sqrt{12}", r"2\sqrt{3}"),
+        ("Simplify √12.", r"\sqrt{12}", r"2\sqrt{3}"),
+        ("Write 3/4 as a decimal.", r"\frac34", "0.75"),
+        (r"Rationalise $\frac{1}{\sqrt 2}$.", r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+        ("Simplify y = x + x.", "y = x+x", "y = 2x"),
+    ],
+)
+def test_an_expression_of_the_question_is_no_answer(question: str, answer: str, truth: str) -> None:
+    assert math_reward(rf"\boxed{{{answer}}}", row(truth, question)).reward == 0
+    assert math_reward(rf"\boxed{{{answer}}}", row(truth)).reward == 1
+    assert math_reward(rf"\boxed{{{truth}}}", row(truth, question)).reward == 1
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "truth"),
+    [
+        ("Which is greater, 3/4 or 2/3?", r"\frac{3}{4}", r"\frac34"),
+        ("1,000 or 999?", "1,000", "1000"),
+        ("On (0,1), when?", "(0,1)", "0<x<1"),
+        ("17*23", r"17\cdot 23 = 391", "391"),
+        ("(A) 2x (B) 2x+1", "(B) 2x+1", "B"),
+        ("?", "10^{-3}", "0.001"),
+        ("?", r"-2\frac{3}{4}", "-2.75"),
+        ("?", r"\frac{\sin x}{\cos x}", r"\tan x"),
+        ("?", r"\frac{\ln 3}{\ln 2}", r"\log_2 3"),
+        ("?", r"\sqrt[3]{4}", "2^{2/3}"),
+        ("?", r"\frac12+\frac{\sqrt5}{2}", r"\frac{\sqrt5+1}{2}"),
+    ],
+)
+def test_what_leaves_nothing_to_compute_is_an_answer(question: str, answer: str, truth: str) -> None:
+    assert math_reward(rf"\boxed{{{answer}}}", row(truth, question)).reward == 1
+
+
 def test_a_truth_of_which_nothing_is_left_names_the_row() -> None:
     check_truth(row("0"))
     with pytest.raises(ValueError, match=r"(?s)f:1.*leaves nothing"):
