@@ -52,7 +52,7 @@ class StalenessConfig:
     fully_async."""
     parity: Literal["stop", "warn"] = "stop"
     """What the first step with tokens of lag 0 does if replicas and trainer do not compute the same log-probabilities
-    for them (bounds: asyncrl/queue/parity.py). stop: the run ends, with exit code 2 and the suspects. Later steps
+    for them (bounds: docs/staleness.md). stop: the run ends, with exit code 2 and the suspects. Later steps
     warn."""
     guard: Literal["off", "watch", "act"] = "off"
     """Off-policy guard, which checks the training metrics of every step. act: while the run is too far off-policy,

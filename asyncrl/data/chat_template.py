@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.data.thinking import Thinking
+from asyncrl.data.rows import Thinking
 from asyncrl.data.tool_calls import CallParser, ToolPrompt, parser_for, template_text, with_tools, written
 from asyncrl.errors import DataError, explain
 

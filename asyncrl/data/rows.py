@@ -1,4 +1,5 @@
-"""A dataset row, and its readers for the schemas of `data.schema`; docs/data.md has examples.
+"""A dataset row, the marks of thoughts in its responses, and readers for the schemas of `data.schema`; docs/data.md has
+examples.
 
 verl (DAPO-Math-17k too): `prompt` (messages), `data_source`, `reward_model` ({ground_truth}), optionally `extra_info`;
 other columns are not used, and named in the plan. The other schemas put all other columns into `extra`, which rewards
@@ -93,6 +94,24 @@ class PromptRow:
     def values(self) -> dict[str, Any]:
         """`extra` with the values that the dataset has."""
         return {key: json.loads(value) if key in self.structured else value for key, value in self.extra}
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How a model marks its thoughts. `begun`: the chat template ends prompts with the opening mark."""
+
+    opening: str = "<think>"
+    closing: str = "</think>"
+    begun: bool = False
+
+    def is_open(self, text: str) -> bool:
+        """Whether the text ends inside a thought."""
+        return text.rfind(self.opening) > text.rfind(self.closing)
+
+    def after(self, response: str, *, begun: bool) -> str:
+        """The text after the last thought; empty if that has no end. `begun`: the prompt ends inside a thought."""
+        is_unfinished = self.is_open(response) or (begun and self.closing not in response)
+        return "" if is_unfinished else response.rpartition(self.closing)[2]
 
 
 def schema_of(keys: Iterable[object]) -> Schema:

@@ -8,9 +8,8 @@ import logging
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import NoParity, RunFailed, explain
 from asyncrl.observability.events import EventLog
-from asyncrl.queue.guard import LEVELS, GuardDecision, OffPolicyGuard
+from asyncrl.queue.guard import LEVELS, GuardDecision, OffPolicyGuard, Parity
 from asyncrl.queue.message_queue import MessageQueue
-from asyncrl.queue.parity import Parity
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.types import LedgerCounts
 from asyncrl.types.events import GuardChanged

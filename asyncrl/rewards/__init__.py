@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.rewards import RewardConfig
-from asyncrl.data.rows import PromptRow
-from asyncrl.data.thinking import Thinking
+from asyncrl.data.rows import PromptRow, Thinking
 from asyncrl.errors import ConfigError, DataError, explain
 from asyncrl.registry import resolve
 from asyncrl.rewards.code import CodeReward

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from asyncrl.config.rewards import RewardConfig
-from asyncrl.data.rows import PromptRow
-from asyncrl.data.thinking import Thinking
+from asyncrl.data.rows import PromptRow, Thinking
 
 
 @dataclass(frozen=True, slots=True)

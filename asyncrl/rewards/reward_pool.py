@@ -13,8 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrl.config.rewards import RewardConfig
-from asyncrl.data.rows import PromptRow
-from asyncrl.data.thinking import Thinking
+from asyncrl.data.rows import PromptRow, Thinking
 from asyncrl.rewards.reward import GroupRequest, GroupResult, Response, RewardRequest, RewardResult, RewardSettings
 from asyncrl.workers.messages import WorkerSpec
 from asyncrl.workers.worker_pool import WorkerPool

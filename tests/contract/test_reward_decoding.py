@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.rewards import GroupRewardConfig, RewardConfig
-from asyncrl.data.rows import ChatMessage, PromptRow
-from asyncrl.data.thinking import Thinking
+from asyncrl.data.rows import ChatMessage, PromptRow, Thinking
 from asyncrl.rewards.reward_pool import RewardPool
 from tests.environments import chat_with, opened
 

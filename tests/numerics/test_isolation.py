@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.isolation import require_isolation
+from asyncrl.trainer.trainer_worker import require_isolation
 from asyncrl_testing.random_model import write_random_qwen3
 from tests.backends import trainer_spec
 from tests.numerics.one_rank import SIZES, build

@@ -5,8 +5,7 @@ import pytest
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat import Chat
 from asyncrl.data.chat_template import ChatTemplate
-from asyncrl.data.rows import parse_record
-from asyncrl.data.thinking import Thinking
+from asyncrl.data.rows import Thinking, parse_record
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
 from asyncrl.errors import DataError
 from tests.environments import PLAIN, QWEN, chat_with, tokenizer_with
