@@ -222,8 +222,8 @@ def _over(name: str, value: float, allowed: float, unit: str = "") -> tuple[floa
 
 
 # The parity gate: whether replicas and trainer compute the same policy. The tokens of lag 0 were sampled with the
-# weights that are trained, so over them both give the same log-probabilities up to rounding; docs/staleness.md has bounds and
-# measurements. Updates of a step after its first measure a policy that has changed.
+# weights that are trained, so over them both give the same log-probabilities up to rounding; docs/staleness.md has
+# bounds and measurements. Updates of a step after its first measure a policy that has changed.
 
 
 @dataclass(frozen=True, slots=True)
