@@ -77,7 +77,7 @@ class GatedTokenizer(PreTrainedTokenizerFast):
         assert self.gate.wait(10)
         return super().encode(text, **options)
 
-    def decode(self, ids, *, skip_special_tokens, **options):
+    def decode(self, ids, *, skip_special_tokens=False, **options):
         if 1 in ids and not skip_special_tokens:
             raise LookupError("byte 1")
         return super().decode(ids, skip_special_tokens=skip_special_tokens, **options)

@@ -68,7 +68,7 @@ class ChatTemplate:
 
         Raises DataError, of `asked`: the template refuses the messages, or leaves out the text of one.
         """
-        said = [self._speakable(message) for message in messages]
+        said = [self._speakable(message, self._knows_results) for message in messages]
         plain, options = with_tools(self._tokenizer, said, tools)
         is_begun = continues and said[-1]["role"] == "assistant" and not said[-1].get("tool_calls")
         text = self._apply(plain, asked, continue_final_message=is_begun, **options)
@@ -80,7 +80,8 @@ class ChatTemplate:
         """(head, tail): the tail is what the template writes after a reply: `messages`, up to the start of the
         assistant's next turn. `with_tools`: the conversation began with tools. Raises DataError, of `asked`."""
         # Render a dummy conversation and cut it behind its reply: templates offer no rendering of a suffix.
-        said = [self._speakable(message) for message in messages]
+        # The reply of the dummy has no calls: of some templates it could not be followed by a result.
+        said = [self._speakable(message, self._shows_results(_SAID[1])) for message in messages]
         text = self._apply([*_SAID, *said], asked, **self._variant(with_tools=with_tools))
         for message in said:
             self._require_said(message, text, asked)
@@ -186,18 +187,18 @@ class ChatTemplate:
                 do = "give it a role that the template renders, such as system, or set model.chat_template to another"
                 raise DataError(explain(asked, found, do))
 
-    def _speakable(self, message: Message) -> dict[str, Any]:
+    def _speakable(self, message: Message, knows_results: bool) -> dict[str, Any]:
         """Converts tool calls to text and tool results to user messages if the template does not support them."""
         said = dict(message)
         if said.get("role") == "developer" and "developer" not in self.text:
             said["role"] = "system"  # the same by OpenAI's definition
-        if said.get("role") in ("user", "tool") and isinstance(said.get("content"), str):
+        if self.text != TEXT_ALONE and said.get("role") in ("user", "tool") and isinstance(said.get("content"), str):
             said["content"] = self.harmless(said["content"])
         if said.get("tool_calls") and "tool_calls" not in self.text:
             functions = [call["function"] for call in said.pop("tool_calls")]
             calls = [written(function["name"], function["arguments"], self._parser) for function in functions]
             said["content"] = "\n".join([*filter(None, [said.get("content")]), *calls])
-        if said.get("role") == "tool" and not self._knows_results:
+        if said.get("role") == "tool" and not knows_results:
             content = f"Result of {said.get('name', 'the tool')}:\n{said.get('content')}"
             return {"role": "user", "content": content}
         return said
@@ -205,9 +206,12 @@ class ChatTemplate:
     @cached_property
     def _knows_results(self) -> bool:
         called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        return self._shows_results(called) or self._shows_results(_SAID[1])
+
+    def _shows_results(self, reply: Message) -> bool:
+        """Whether the template renders a tool's result after `reply`."""
         result = {"role": "tool", "name": "tool7391", "tool_call_id": _CALL["id"], "content": _RESULT}
-        variant = self._variant(with_tools=True)
-        return any(_RESULT in self._rendered([*_ASKED, said, result], **variant) for said in (called, _SAID[1]))
+        return _RESULT in self._rendered([*_ASKED, reply, result], **self._variant(with_tools=True))
 
 
 def _shared(first: str, second: str) -> str:

@@ -40,8 +40,12 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 }
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _NO_MEDIA = "train a text model on text alone: remove these rows, or the images, videos and audio of all rows"
-_SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "observation": "tool"}
-"""Roles of `from`, where they have other names than in chat templates."""
+_SPEAKERS = dict.fromkeys(("human", "user"), "user") | {"system": "system", "developer": "developer"}
+_SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "bard", "bing"), "assistant")
+_SPEAKERS |= dict.fromkeys(("observation", "function_response", "tool"), "tool")
+"""Name in `from` -> role."""
+_CHAT, _TRUTH = "\0prompt", "\0ground_truth"
+"""In `PromptRow.structured`, with a character that no column has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +70,9 @@ class PromptRow:
     """One task: the messages for the policy, and the ground truth for the reward.
 
     `extra` holds `extra_info` and other columns as (key, value) pairs; values other than strings are JSON, and
-    `structured` has their keys: "ground_truth" too if that is JSON, and "prompt" if the dataset has messages. `origin`
-    locates the row: `file:line` counted from 1 for JSONL, `file:row N` counted from 0 for parquet and hub datasets.
-    `thinks`, for rewards: the prompt ends inside a thought of the policy.
+    `structured` has their keys, `_TRUTH` too if the ground truth is JSON, and `_CHAT` if the dataset has messages.
+    `origin` locates the row: `file:line` counted from 1 for JSONL, `file:row N` counted from 0 for parquet and hub
+    datasets. `thinks`, for rewards: the prompt ends inside a thought of the policy.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -89,7 +93,12 @@ class PromptRow:
 
     def truth(self) -> Any:
         """The ground truth as it is in the dataset: a text, number, list or object."""
-        return json.loads(self.ground_truth) if "ground_truth" in self.structured else self.ground_truth
+        return json.loads(self.ground_truth) if _TRUTH in self.structured else self.ground_truth
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the dataset has messages, not a text."""
+        return _CHAT in self.structured
 
     def values(self) -> dict[str, Any]:
         """`extra` with the values that the dataset has."""
@@ -185,7 +194,7 @@ class RowReader:
         text, is_json = truth
         extra, structured = _extra(record.get("extra_info"), others, origin)
         is_chat = schema != "gsm8k" and not isinstance(record.get("prompt"), str)
-        structured = (*["prompt"] * is_chat, *["ground_truth"] * is_json, *structured)
+        structured = (*[_CHAT] * is_chat, *[_TRUTH] * is_json, *structured)
         return PromptRow(messages, text, source, extra, origin, structured)
 
 
@@ -236,7 +245,8 @@ def _read_prompt_answer(record: Mapping[str, object], origin: str) -> _Read:
         do = "make it a text, or a list of {role, content} messages"
         raise _malformed(origin, f"prompt is {_kind(prompt)}", do)
     # Rewards of the user's own may need no answer; built-in ones refuse such a row.
-    truth = _ground_truth(record["answer"], "answer", origin) if "answer" in record else ("", False)
+    has_answer = record.get("answer") is not None
+    truth = _ground_truth(record["answer"], "answer", origin) if has_answer else ("", False)
     return _messages(prompt, origin), truth, str(record.get("data_source") or "prompt_answer")
 
 
@@ -245,7 +255,7 @@ def _read_conversations(record: Mapping[str, object], origin: str) -> _Read:
     messages = _messages(_field(record, key, Sequence, origin, schema="conversations"), origin, key)
     source = str(record.get("data_source") or "conversations")
     replies = messages[-1:] if messages[-1].role == "assistant" else ()
-    if "answer" in record:
+    if record.get("answer") is not None:
         truth = _ground_truth(record["answer"], "answer", origin)
     else:
         truth = (replies[0].content, False) if replies else ("", False)
@@ -296,7 +306,9 @@ def _message(message: object, at: str, origin: str) -> ChatMessage:
     names = ("role", "content") if "role" in fields or "from" not in fields else ("from", "value")
     role = _field(fields, names[0], str, origin, f"{at}.")
     if names[0] == "from":
-        role = _SPEAKERS.get(role, role)
+        if role not in _SPEAKERS:
+            raise _malformed(origin, f"{at}.from is {_kind(role)}", f"name one of {', '.join(_SPEAKERS)}")
+        role = _SPEAKERS[role]
     more = {name: value for name, value in fields.items() if name not in names}
     if "tool_calls" in more:
         more["tool_calls"] = _calls(more["tool_calls"], f"{at}.tool_calls", origin)
@@ -328,7 +340,7 @@ def _calls(calls: object, key: str, origin: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
         try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         except ValueError:
             arguments = 0
         if not isinstance(name, str) or not isinstance(arguments, Mapping | None):

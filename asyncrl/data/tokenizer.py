@@ -105,6 +105,8 @@ class PromptRenderer:
     def begins_thinking(self, row: PromptRow) -> bool:
         """Whether the row's prompt ends inside a thought of the policy."""
         last, thinking = row.messages[-1], self.template.thinking
+        if self.template.text == TEXT_ALONE:
+            return thinking.is_open(last.content)
         return thinking.is_open(last.content) if last.role == "assistant" and self._continues else thinking.begun
 
     def tokens_over(self, row: PromptRow, text: str, limit: int) -> int | None:

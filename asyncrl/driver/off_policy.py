@@ -19,6 +19,10 @@ from asyncrl.types.metrics import Metric, Record
 logger = logging.getLogger(__name__)
 
 
+MIN_PARITY_SHARE = 0.1
+"""Share of a step's tokens that must have lag 0 for them to be judged: a few prove nothing."""
+
+
 class GuardLoop:
     """Owns the guard's state between steps. With `staleness.guard=off` it only watches the parity."""
 
@@ -71,7 +75,7 @@ class GuardLoop:
         return metrics, counts
 
     def _check_parity(self, step: int, record: Record) -> None:
-        if self._parity is None or not record.get(Metric.LAG_TOKENS.of("0")):
+        if self._parity is None or record.get(Metric.LAG_TOKENS.of("0"), 0.0) < MIN_PARITY_SHARE:
             return
         found, before = self._parity.misfit(record), self._had_parity
         self._had_parity = found is None

@@ -139,7 +139,7 @@ def _from_verl(made: Any) -> Any:
 
 
 def _of_trl(response: str, row: PromptRow) -> dict[str, Any]:
-    is_chat = "prompt" in row.structured
+    is_chat = row.is_chat
     prompt = row.conversation() if is_chat else row.messages[-1].content
     completion = [{"role": "assistant", "content": response}] if is_chat else response
     truth = row.truth()

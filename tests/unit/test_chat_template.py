@@ -175,6 +175,9 @@ def test_a_base_model_is_trained_on_the_text_alone(tmp_path):
     tokenizer = load_tokenizer(model)
     row = parse_record({"prompt": "2+2=", "answer": "4"}, "f:1")
     assert PromptRenderer(tokenizer, model).text(row) == "2+2="
+    whole = parse_record({"prompt": "<|im_start|>user\n2+2=<|im_end|>\n<think>", "answer": "4"}, "f:1")
+    renderer = PromptRenderer(tokenizer, model)
+    assert (renderer.text(whole), renderer.begins_thinking(whole)) == (whole.messages[0].content, True)
     chat = Chat(tokenizer, model)
     assert chat.decode(chat.next_turn(chat.encode("4"), [{"role": "user", "content": "3+3="}])) == "\n3+3="
 
@@ -186,3 +189,14 @@ def test_a_conversation_with_tools_stays_with_the_template_for_tools():
     said = chat.encode("a<|im_end|>")
     assert "tool_response" in chat.decode(chat.next_turn(said, [SUN], with_tools=True))
     assert "[user] Oslo?[assistant]" in chat.decode(chat.next_turn(said, [ASKED]))
+
+
+def test_a_result_that_a_template_renders_only_after_a_call_is_told_in_words_between_turns():
+    needs = "m.role != 'tool' or messages[loop.index0 - 1].tool_calls"
+    chat = chat_with(
+        RICH.replace("[{{ m.role }}]", "{% if " + needs + " %}[{{ m.role }}]", 1).replace(
+            "or '' }}", "or '' }}{% endif %}", 1
+        )
+    )
+    assert "[user]Result of weather:\nsun[assistant]" in chat.decode(chat.next_turn(chat.encode("a"), [SUN]))
+    assert "[tool]sun" in chat.decode(chat.prompt([ASKED, calling(), SUN]))

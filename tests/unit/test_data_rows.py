@@ -33,7 +33,7 @@ text = st.text(min_size=1).filter(lambda t: t.strip() != "")
     extra=st.dictionaries(st.text(), st.text(), max_size=3).map(lambda d: tuple(d.items())),
 )
 def test_what_is_written_is_read_back(messages, truth, source, extra) -> None:
-    row = PromptRow(messages, truth, source, extra, "f:1", ("prompt",))
+    row = PromptRow(messages, truth, source, extra, "f:1", ("\0prompt",))
     assert parse_json_line(json.dumps(to_record(row)), "f:1") == row
 
 
@@ -138,7 +138,8 @@ def test_a_content_in_parts_is_its_text() -> None:
         ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "1"}, r"content\[0\] is dict"),
         ({"conversations": [{"from": "human", "value": [{"type": "audio"}]}], "answer": "1"}, r"value\[0\] is dict"),
         ({"prompt": [ASKED, {"role": "assistant", "tool_calls": ["weather()"]}], "answer": "1"}, "tool_calls has str"),
-        ({"conversations": [{"from": "gpt", "value": "hi"}]}, "nothing before its reply"),
+        ({"conversations": [{"from": "chatgpt", "value": "hi"}]}, "nothing before its reply"),
+        ({"conversations": [{"from": "oracle", "value": "hi"}]}, "from is str 'oracle'"),
         (RECORD | {"reward_model": {"ground_truth": []}}, "ground_truth is empty"),
     ],
 )
@@ -164,6 +165,8 @@ def test_values_come_to_rewards_as_they_are_in_the_dataset() -> None:
     truth = {"target": ["a", "b"]}
     row = parse_record(RECORD | {"reward_model": {"ground_truth": truth}, "extra_info": {"n": 5, "s": "5"}}, "f:1")
     assert (row.truth(), row.values()) == (truth, {"n": 5, "s": "5"})
+    named = parse_record({"prompt": "?", "answer": "Paris", "ground_truth": 3, "extra_info": {"prompt": "q"}}, "f:1")
+    assert (named.truth(), named.values(), named.is_chat) == ("Paris", {"prompt": "q", "ground_truth": 3}, False)
     assert parse_record({"prompt": "?", "answer": "[1]"}, "f:1").truth() == "[1]"
     assert parse_record({"prompt": "?", "solution": "4"}, "f:1").ground_truth == ""
 
