@@ -85,6 +85,9 @@ class ChatTemplate:
         text = self._apply([*_SAID, *said], asked, **self._variant(with_tools=with_tools))
         for message in said:
             self._require_said(message, text, asked)
+        if REPLY not in text:
+            do = "set model.chat_template to one that renders texts"
+            raise DataError(explain(asked, "the chat template leaves out the assistant's reply before them", do))
         at = text.index(REPLY) + len(REPLY)
         return text[:at], text[at:]
 
@@ -99,7 +102,8 @@ class ChatTemplate:
     @cached_property
     def after_reply(self) -> str:
         """What the template writes after a last reply; empty if it renders none."""
-        return self._rendered(_SAID).rpartition(REPLY)[2]
+        _, found, after = self._rendered(_SAID).rpartition(REPLY)
+        return after if found else ""
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
@@ -155,7 +159,7 @@ class ChatTemplate:
             text = str(
                 self._tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options)  # type: ignore[arg-type]
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             found = f"the chat template fails on messages of {roles}: {str(error).partition(chr(10))[0]}"
             raise DataError(explain(asked, found, "correct the messages' roles or the chat template")) from error

@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat import Chat
-from asyncrl.data.chat_template import ChatTemplate
+from asyncrl.data.chat_template import QUESTION, ChatTemplate
 from asyncrl.data.rows import Thinking, parse_record
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
 from asyncrl.errors import DataError
@@ -200,3 +200,10 @@ def test_a_result_that_a_template_renders_only_after_a_call_is_told_in_words_bet
     )
     assert "[user]Result of weather:\nsun[assistant]" in chat.decode(chat.next_turn(chat.encode("a"), [SUN]))
     assert "[tool]sun" in chat.decode(chat.prompt([ASKED, calling(), SUN]))
+
+
+def test_a_template_that_renders_no_reply_ends_none_and_refuses_a_turn():
+    chat = chat_with("<|im_start|>{{ messages[0].content }}")
+    assert ChatTemplate(chat._tokenizer, MODEL).ends == ()
+    with pytest.raises(DataError, match="the assistant's reply"):
+        chat.next_turn(chat.encode("a"), [ASKED | {"content": QUESTION}])
