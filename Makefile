@@ -114,7 +114,7 @@ quickstart-sglang: $(STAMP_SGLANG)
 
 test-sglang: $(STAMP_SGLANG)
 	$(ON_SGLANG) $(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)
-	$(ON_SGLANG) $(VENV_SGLANG)/bin/python -m pytest -m sglang
+	$(ON_SGLANG) $(VENV_SGLANG)/bin/python -m pytest -n 2 --no-loadscope-reorder --max-worker-restart=2 -m sglang
 
 # They skip where a package is missing: the imports come first. Other files of tests may need other packages.
 test-environments: $(STAMP_ENVIRONMENTS)
