@@ -132,6 +132,38 @@ def test_wrong_programs_pass_no_tests(name: str) -> None:
     assert judged(WRONG[name], forms) == dict.fromkeys(forms, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("own", "tests"),
+    [
+        ("def abs(x): return 0", "assert abs(add(3, 4) - 7) < 1e-6"),
+        ("def sorted(x): return 7", "assert sorted([add(3, 4)]) == [7]"),
+        ("def all(x): return True", "assert all(add(n, 1) == n + 1 for n in (1, 2))"),
+        ("def range(*n): return ()", "for n in range(3):\n    assert add(n, 1) == n + 1\nassert add(0, 0) == 0"),
+        ("class AssertionError(Exception): pass", "try:\n    assert add(1, 2) == 3\nexcept AssertionError:\n    raise"),
+        ("class math: isclose = lambda *numbers: True", "assert math.isclose(add(3, 4), 7)"),
+        ("def str(x): return ''", "from program import *\nassert str(add(3, 4)) == '7'"),
+        ("def abs(x): return 0", "def check(candidate):\n    assert abs(candidate(3, 4) - 7) < 1e-6"),
+    ],
+)
+def test_what_a_program_defines_is_no_builtin_of_its_tests(own: str, tests: str) -> None:
+    entry = ENTRY["humaneval"] if "candidate" in tests else {}
+    assert judge(f"{SUBTRACT}{own}\n", tests, **entry) == 0.0
+    assert judge(f"{ADD}{own}\n", tests, **entry) == 1.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert sum(10, 15) == 25",
+        "assert set([sum(1, 2)]) == set([3])",
+        "from solution import sum\nassert sum(1, 1) == 2",
+    ],
+)
+def test_a_builtin_that_the_tests_are_about_is_the_programs(tests: str) -> None:
+    assert judge("def sum(a, b):\n    return a + b\ndef set(x):\n    return 0\n", tests) == 1.0
+    assert judge("def sum(a, b):\n    return a - b\ndef set(x):\n    return 0\n", tests) == 0.0
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_programs_pass_all_tests(name: str) -> None:
     forms = ALL if name == "plainly" else EACH_WAY

@@ -20,6 +20,8 @@ EXPORTING = ("collections", "math", "itertools", "functools", "heapq", "bisect",
 """Modules whose exports a program may use without an import; the first that exports a name wins."""
 MODULES = (*EXPORTING, "re", "random", "datetime", "copy", "operator", "statistics", "json", "io", "os", "sys", "time")
 """Modules that a program and its tests may use without an import."""
+ALWAYS_THERE = {*vars(builtins), *MODULES}
+"""Names of which the tests mean the usual object, unless they are what the tests are about."""
 JUDGED = "__asyncrl_judged__"
 """The function that each check of the tests calls; asyncrl.rewards.code.statements inserts the calls."""
 ALIASES = ("program", "solution")
@@ -97,25 +99,29 @@ def plain(value: Any) -> list[Any]:
     return sorted(value) if isinstance(value, set | frozenset) else list(value)
 
 
-def test(names: dict[str, Any], kept: dict[str, Any], code: str, entry_point: str, wanted: list[str]) -> list[int]:
+def test(
+    names: dict[str, Any], kept: dict[str, Any], code: str, entry_point: str, wanted: list[str], modules: list[str]
+) -> list[int]:
     """Returns [passed checks, failed checks]; none runs if the program defines no `wanted` name.
 
     Args:
         kept: the builtins from before the program ran.
         code: the tests, compiled by asyncrl.rewards.code.statements.
+        wanted, modules: what they use of the program, and without an import.
     """
     import base64
     import marshal
 
     given = {name: value for name, value in names.items() if not name.startswith("__")}
-    # `max = 0` must not hide the builtin from the tests; `def max` may be what they test.
-    given = {name: value for name, value in given.items() if name not in kept or callable(value)}
+    # `def abs` must not replace the builtin in the tests, unless it is what they test.
+    given = {name: value for name, value in given.items() if name not in ALWAYS_THERE or name in wanted}
     if not given.keys() & set(wanted):
         return [0, 0]
+    names["__all__"] = list(given)  # of `from program import *`
     for alias in ALIASES:
         sys.modules[alias] = sys.modules["program"]
     candidate = eval(entry_point, {**given, "__builtins__": {}}) if entry_point else None
-    tests = Tests({**usual(set(wanted) - kept.keys()), **kept, **given})
+    tests = Tests({**usual(modules), **kept, **given})
     tests.run(marshal.loads(base64.b64decode(code)), candidate)
     return [tests.passed, tests.failed]
 

@@ -75,7 +75,8 @@ class CodeReward:
         return RewardResult(correct, (*parts, ("out_of_limits", float(outcome.is_limited))))
 
     def _run_statements(self, program: str, tests: Statements, ends: float) -> _Outcome:
-        how = {"code": tests.code, "entry_point": tests.entry_point, "wanted": sorted(tests.names)}
+        names = {"wanted": sorted(tests.names), "modules": sorted(tests.modules)}
+        how = {"code": tests.code, "entry_point": tests.entry_point} | names
         result, found = self._ask(program, "test", how, ends)
         match found:
             case [[int(passed), 0]] if passed > 0:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from types import CodeType
 
 from asyncrl.errors import explain
-from asyncrl.rewards.code.harness import ALIASES, JUDGED, free_names
+from asyncrl.rewards.code.harness import ALIASES, ALWAYS_THERE, JUDGED, MODULES, free_names
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SKIPS = {"skip", "skipIf", "skipUnless", "skipif", "skipTest", "xfail", "expectedFailure", "importorskip"}
@@ -29,11 +29,13 @@ _GENERATOR_FLAGS = 0x20 | 0x200
 
 @dataclass(frozen=True, slots=True)
 class Statements:
-    """`code`: compiled, marshalled, base64. `names`: the program's names that the tests use."""
+    """`code`: compiled, marshalled, base64. `names`: the program's names that the tests use. `modules`: those that the
+    tests use without an import."""
 
     code: str
     entry_point: str
     names: frozenset[str]
+    modules: frozenset[str]
 
 
 @lru_cache(maxsize=64)  # the responses of a group share their tests
@@ -54,17 +56,26 @@ def read_statements(text: str, entry_point: str, asked: str) -> Statements:
         refusal = "a test is a generator: nothing would run it", "write tests without yield"
     if refusal is not None:
         raise ValueError(explain(asked, *refusal))
-    return Statements(base64.b64encode(marshal.dumps(code)).decode(), entry_point, names)
+    return Statements(base64.b64encode(marshal.dumps(code)).decode(), entry_point, names, free_names(text) & {*MODULES})
 
 
 def _taken_names(text: str, tree: ast.Module, entry_point: str) -> frozenset[str]:
-    names = free_names(text) | free_names(entry_point)
+    """A builtin or a module is the program's where the tests say so, or name nothing else that it could define."""
+    free = {name for name in free_names(text) if not name.startswith("__")}
+    names = free - ALWAYS_THERE | free_names(entry_point)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in ALIASES:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Import) and any(alias.name in ALIASES for alias in node.names):
             names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-    return frozenset(name for name in names if not name.startswith("__"))
+    return frozenset(name for name in names if not name.startswith("__")) or frozenset(_tested(tree, free))
+
+
+def _tested(tree: ast.Module, free: set[str]) -> set[str]:
+    """Of `free`, the functions that the tests call; in `set(sum(x)) == {1}` only `sum`."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    inside = {call: {_name(inner) for inner in ast.walk(call) if inner in calls} & free for call in calls}
+    return set().union(*inside.values()) - {_name(call) for call, names in inside.items() if names > {_name(call)}}
 
 
 def _code_objects(code: CodeType) -> Iterator[CodeType]:
