@@ -93,9 +93,10 @@ class JudgeConfig:
     """With read=text: a Python regular expression with one group, whose last match is one of answers, or a number."""
     max_tokens: PositiveInt = 256
     """With read=text: longest answer."""
-    on_unreadable: Literal["fail", "zero"] = "fail"
-    """With read=text, for an answer without a match. fail: the attempt at the group fails. zero: the worth is 0, and
-    part judge.unreadable is 1."""
+    on_unreadable: Literal["fail", "zero"] = "zero"
+    """For an answer without a match of pattern, and a question over the judge's max_model_len. fail: the attempt at the
+    group fails. zero: the worth is 0, or the lowest of answers if that is negative, and part judge.unreadable is 1;
+    with pairwise the comparison is a tie."""
     pairwise: bool = False
     """The judge compares each pair of a group, in both orders: G (G - 1) questions for G responses; not in
     evaluations."""

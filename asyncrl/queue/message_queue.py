@@ -141,8 +141,8 @@ class MessageQueue(HasConnections):
     async def put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
         """Stores the group for its ticket.
 
-        A group with tokens of a version that a restart has undone is requeued instead: that step will be trained again,
-        with another result.
+        A group with tokens of a version that no trained step has made counts as a failed attempt: a server or an
+        environment reports it wrongly.
 
         Raises LedgerError: the ticket is not running. ValueError: the group is malformed.
         """
@@ -150,9 +150,10 @@ class MessageQueue(HasConnections):
         if (group.ordinal, group.attempt) != (ticket.ordinal, ticket.attempt):
             raise LedgerError(f"put of group {group.ordinal}.{group.attempt} with the ticket of {ticket}")
         newest = max((s.version for t in group.sequences for s in t.segments), default=0)
-        undone = f"sampled by version {newest}, which a restart has undone"
-        if newest > self._ledger.step and self._ledger.take_back([ticket], undone):
-            self._notify()
+        if newest > self._ledger.step:
+            found = f"{self._ledger.step} steps are trained, so that no such version exists"
+            do = "let the server or the environment report the version that sampled each token"
+            await self.nack(ticket, explain(f"tokens sampled by version {newest}", found, do))
             return
         rewards = [t.reward for t in group.trajectories]
         has_signal = not self._spec.dynamic_sampling or min(rewards) != max(rewards)

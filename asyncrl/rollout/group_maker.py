@@ -109,7 +109,9 @@ class GroupMaker:
         if config.function:
             self._scorers.add_of_groups("group", config.weight, self._scorers.by_function)
         if (client := self._pools.get("judge")) is not None:
-            judge = Judge(judging, replace(self._recipe.judge.model, date=self._recipe.model.date), client)
+            pool, replicas = self._recipe.pools["judge"]
+            model = replace(pool.model, date=self._recipe.model.date)
+            judge = Judge(judging, model, client, max_model_len=replicas.max_model_len)
 
             async def compare(responses: Sequence[np.ndarray], row: PromptRow) -> Sequence[RewardResult]:
                 return await judge.compare([chat.decode(ids) for ids in responses], row)

@@ -28,9 +28,12 @@ class Judge:
     """Fills `reward.judge.prompt` with responses, and turns the judge's answers into rewards. Owns the judge's
     tokenizer, not the client."""
 
-    def __init__(self, config: JudgeConfig, model: ModelConfig, client: GenerationClient) -> None:
+    def __init__(
+        self, config: JudgeConfig, model: ModelConfig, client: GenerationClient, *, max_model_len: int
+    ) -> None:
         """Raises ConfigError: the judge has no tokenizer or no chat template, or one answer is a prefix of another."""
         self._config = config
+        self._max_model_len = max_model_len
         self._client = client
         tokenizer = load_tokenizer(model)
         self._chat = Chat(tokenizer, model)
@@ -42,8 +45,8 @@ class Judge:
             _require_distinct(dict(zip(config.worths, (ids for ids, _ in self._answers), strict=True)))
 
     async def score(self, response: str, row: PromptRow) -> RewardResult:
-        """The reward of one response. Raises GenerationError: no answer in time; ValueError: the answer cannot be
-        read."""
+        """The reward of one response. Raises GenerationError: no answer in time; ValueError, with on_unreadable=fail:
+        the question is too long, or the answer cannot be read."""
         return await self._ask({"{response}": response}, row)
 
     async def compare(self, responses: Sequence[str], row: PromptRow) -> tuple[RewardResult, ...]:
@@ -66,6 +69,11 @@ class Judge:
         prompt = "\n".join(message.content for message in row.messages)
         filled = _filled(self._config.prompt, {**places, "{prompt}": prompt, "{truth}": row.ground_truth})
         prompt_ids = self._chat.prompt([{"role": "user", "content": filled}])
+        answers = [len(ids) for ids, _ in self._answers]
+        length = len(prompt_ids) + (max(answers) if self._config.read == "expected" else self._config.max_tokens)
+        if length > self._max_model_len:
+            found = f"a question that takes {length} tokens with its answer, more than max_model_len"
+            return self._unreadable(row, found, f"raise the judge's max_model_len={self._max_model_len}")
         try:
             if self._config.read == "expected":
                 return RewardResult(await self._expected(prompt_ids))
@@ -92,11 +100,13 @@ class Judge:
         worth = read_worth(text, config)
         if worth is not None:
             return RewardResult(worth)
-        if config.on_unreadable == "zero":
-            return RewardResult(0.0, (("unreadable", 1.0),))
-        asked = f"the judge on a response to {row.origin}"
-        do = "correct reward.judge.prompt or pattern; raise max_tokens"
-        raise ValueError(explain(asked, f"an answer that cannot be read: {text[-_TOLD_CHARS:]!r}", do))
+        found = f"an answer that cannot be read: {text[-_TOLD_CHARS:]!r}"
+        return self._unreadable(row, found, "correct reward.judge.prompt or pattern; raise max_tokens")
+
+    def _unreadable(self, row: PromptRow, found: str, do: str) -> RewardResult:
+        if self._config.on_unreadable == "zero":
+            return RewardResult(min((0.0, *self._config.worths.values())), (("unreadable", 1.0),))
+        raise ValueError(explain(f"the judge on a response to {row.origin}", found, do))
 
 
 def read_worth(text: str, config: JudgeConfig) -> float | None:

@@ -135,6 +135,22 @@ async def test_a_judge_that_cannot_be_read(tmp_path, tokenizer, unreadable, ends
     assert all(dict(t.reward_parts)["judge.unreadable"] == 1 for t in group.trajectories)
 
 
+@pytest.mark.parametrize("read", ["expected", "text"])
+async def test_a_question_over_the_judges_limit_is_worth_the_lowest_answer(tmp_path, tokenizer, read):
+    keys = (
+        f"reward.judge.read={read}",
+        "reward.judge.pattern=(a|b)",
+        "reward.judge.answers={a: 1, b: -2}",
+        "reward.judge.max_tokens=1",
+        "judge.torch.max_model_len=2",
+    )
+    queue = await served("judge", tmp_path, tokenizer, *JUDGE, *keys)
+    [group] = queue.put_groups.values()
+    for trajectory in group.trajectories:
+        parts = dict(trajectory.reward_parts)
+        assert (parts["judge"], parts["judge.unreadable"]) == (-2, 1)
+
+
 async def test_a_group_reward_is_added_to_each_member(tmp_path, tokenizer):
     keys = (f"reward.group.function={__name__}:by_length", "reward.group.weight=10")
     [group] = (await ended(Rig(tmp_path, tokenizer, *keys, group_size=3), Ticket(3, 0, 4))).put_groups.values()

@@ -149,7 +149,7 @@ async def test_a_queue_bounds_the_lag_by_the_oldest_branch_and_restores_it(spec,
         assert summary.owners == (0, 1, 0, 1)
 
 
-async def test_a_branch_of_a_version_that_a_restart_has_undone_is_generated_again(spec):
+async def test_a_branch_of_a_version_that_does_not_exist_is_generated_again(spec):
     queue = MessageQueue(spec)
     await put(queue, TrajectoryGroup(0, 0, (branched((0,), (7,)), branched((0,)))))
     counts = await queue.counts()

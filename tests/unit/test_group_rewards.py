@@ -162,7 +162,7 @@ def judge_model(tmp_path_factory):
 def test_the_expected_worth_is_that_of_the_answers_by_their_probability(judge_model):
     config = JudgeConfig(weight=1, prompt="{prompt} ({truth}) {response}", answers={"yes": 1.0, "no": -1.0})
     reader = Reader(build_tokenizer())
-    judge = Judge(config, judge_model, reader)
+    judge = Judge(config, judge_model, reader, max_model_len=4096)
     found = [asyncio.run(judge.score("*" * n, ROW)).reward for n in (0, 1, 3)]
     more = len(reader.tokenizer("yes").input_ids) - len(reader.tokenizer("no").input_ids)  # each costs 1
     assert found == pytest.approx([math.tanh((n - more) / 2) for n in (0, 1, 3)])
@@ -173,19 +173,23 @@ def test_answers_that_begin_alike_are_refused(judge_model):
     answers = {"yes": 1.0, "yes mostly": 0.5, "no": 0.0}
     config = JudgeConfig(weight=1, prompt="{response}", answers=answers)
     with pytest.raises(ConfigError, match="'yes' and 'yes mostly'"):
-        Judge(config, judge_model, Reader(build_tokenizer()))
+        Judge(config, judge_model, Reader(build_tokenizer()), max_model_len=4096)
 
 
 def test_a_response_that_names_a_place_stays_as_it_is(judge_model):
     reader = Reader(build_tokenizer())
-    asyncio.run(Judge(JudgeConfig(weight=1, prompt="{response}"), judge_model, reader).score("{truth}{prompt}", ROW))
+    asyncio.run(
+        Judge(JudgeConfig(weight=1, prompt="{response}"), judge_model, reader, max_model_len=4096).score(
+            "{truth}{prompt}", ROW
+        )
+    )
     assert "{truth}{prompt}" in reader.asked[0]
 
 
 def test_pairs_are_judged_in_both_orders(judge_model):
     config = JudgeConfig(weight=1, prompt="{first}#{second}", pairwise=True)
     reader = Reader(build_tokenizer())
-    found = asyncio.run(Judge(config, judge_model, reader).compare(["*", "****", "**"], ROW))
+    found = asyncio.run(Judge(config, judge_model, reader, max_model_len=4096).compare(["*", "****", "**"], ROW))
     assert len(reader.asked) == 2 * 6, "two answers to each of six questions"
     rewards = [result.reward for result in found]
     assert rewards[1] > rewards[2] > rewards[0]

@@ -228,13 +228,17 @@ async def test_rollouters_that_wait_get_equal_shares_of_what_comes_free(tmp_path
     assert max(have[client] for client in clients) <= max([*held, -(-(sum(held) + size) // len(held))])
 
 
-async def test_a_group_of_undone_weights_is_generated_again(queue):
-    ticket, *_ = await admit(queue)
-    await queue.put(ticket, group(ticket.ordinal, versions=(0, 3)))
+async def test_a_group_of_a_version_that_does_not_exist_fails_with_that_reason(queue, spec):
+    for attempt in range(spec.max_attempts):
+        ticket = next(t for t in await admit(queue) if t.ordinal == 0)
+        assert ticket.attempt == attempt
+        await queue.put(ticket, group(0, attempt, versions=(0, 3)))
     counts = await queue.counts()
-    assert (counts.ready, counts.running) == (0, 4)
-    (again,) = await admit(queue)
-    assert (again.ordinal, again.attempt) == (0, 1)
+    assert (counts.ready, counts.failed) == (0, 1)
+    events = [json.loads(line) for line in spec.events_path.read_text().splitlines()]
+    (failed,) = [e for e in events if e.get("transition") == "failed"]
+    assert "version 3" in failed["detail"]
+    assert "0 steps are trained" in failed["detail"]
 
 
 async def test_the_answer_to_a_commit_has_the_next_lease_where_its_groups_are_ready(queue):
