@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from asyncrl.errors import unwritable
 from asyncrl.ranges import in_range, range_in_words
 
 LARGEST = 1e100
@@ -47,6 +50,17 @@ def write_json(value: Any, **options: Any) -> str:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
         return json.dumps(_finite(value), **options)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends a line in one write, so that lines of several processes never mix. Raises StorageError, also for a pipe
+    that nobody reads."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644), "wb", 0) as file:
+            file.write(f"{line}\n".encode())
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def _finite(value: Any) -> Any:

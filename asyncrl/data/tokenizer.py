@@ -84,6 +84,10 @@ class PromptRenderer:
         self._normalizer: Any = None if backend is None else backend.normalizer
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._bounds_bytes = backend is not None and all(len(t.content.encode()) > 1 for t in added.values())
+        splits = (
+            type(getattr(backend, "model", None)).__name__ == "BPE"
+        )  # other models make one token of an unknown word
+        self._longest = max(map(len, tokenizer.get_vocab())) if splits else 0
 
     def prompt_ids(self, row: PromptRow) -> np.ndarray:
         """[P] int32: the row through the chat template, up to where the policy begins.
@@ -110,10 +114,11 @@ class PromptRenderer:
         return thinking.is_open(last.content) if last.role == "assistant" and self._continues else thinking.begun
 
     def tokens_over(self, row: PromptRow, text: str, limit: int) -> int | None:
-        """The number of tokens of the row's `text` if above `limit`, else None.
+        """The number of tokens of the row's `text` if above `limit`, else None; of a huge text a lower bound.
 
         Short texts are not tokenized: each token of a fast tokenizer covers at least one byte of normalised text, plus
-        one for the prefix of pre-tokenizers.
+        one for the prefix of pre-tokenizers. Nor are huge ones, which would take minutes: a token covers at most as
+        many characters as the longest.
 
         Raises DataError naming the row: it renders to no token.
         """
@@ -122,6 +127,10 @@ class PromptRenderer:
             normalised = self._normalizer.normalize_str(text) if self._normalizer is not None else text
             if normalised.strip() and len(normalised.encode()) < limit:
                 return None
+        if self._longest and len(text) > limit * self._longest:
+            normalised = self._normalizer.normalize_str(text) if self._normalizer is not None else text
+            if (least := len("".join(normalised.split())) // self._longest) > limit:
+                return least
         count = len(self._ids(row, text))
         return count if count > limit else None
 

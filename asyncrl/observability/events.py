@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
 import time
@@ -13,12 +12,11 @@ from pathlib import Path
 
 from asyncrl.config.hidden import Hidden
 from asyncrl.errors import unwritable
+from asyncrl.json_records import write_json
 from asyncrl.types.events import Event
 
 CHAIN_BYTES = 16
 READ_BYTES = 1 << 20
-_json = json.JSONEncoder(default=asdict).encode
-"""Shared encoder: a step writes some thirty events while the trainer waits, and `json.dumps` creates one per call."""
 
 
 @cache
@@ -69,7 +67,7 @@ class EventLog:
             now = {"time_s": time.time(), "monotonic_s": time.monotonic()}
             own = {name: getattr(event, name) for name in _names(type(event))}  # `asdict` copies every value
             record = {"event": event.kind, **now, **own, **seal}
-            body = self._hide(_json(record))[:-1].encode()
+            body = self._hide(write_json(record, default=asdict))[:-1].encode()
             chain = self._before.copy()
             chain.update(body)
             line = b'%b, "chain": "%b"}\n' % (body, chain.hexdigest().encode())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.errors import unwritable
+from asyncrl.json_records import append_line, write_json
 from asyncrl.observability.sinks.sink_thread import SinkFeed
 from asyncrl.types.metrics import FAMILIES, REQUIRED, Metric, Record
 
@@ -34,12 +35,7 @@ class MetricsLog:
         missing = sorted(REQUIRED - set(record))
         if unknown or missing:
             raise ValueError(f"metrics not declared: {unknown}; missing: {missing}")
-        values = {name: (value if math.isfinite(value) else None) for name, value in record.items()}
-        try:
-            with self._path.open("a") as file:
-                file.write(json.dumps(values) + "\n")
-        except OSError as error:
-            raise unwritable(self._path, error) from error
+        append_line(self._path, write_json(record))
         for sink in self._sinks:
             sink.write(int(record[Metric.STEP]), record)
 

@@ -16,8 +16,7 @@ import numpy as np
 from asyncrl.config.hidden import Hidden
 from asyncrl.data.incremental_decoder import IncrementalDecoder
 from asyncrl.data.rows import PromptRow
-from asyncrl.errors import StorageError, explain
-from asyncrl.json_records import write_json
+from asyncrl.json_records import append_line, write_json
 from asyncrl.rollout.draft import Span
 from asyncrl.types import Ticket, Trajectory, TrajectoryGroup
 
@@ -71,7 +70,7 @@ class SampleFile:
                 else await _token_ends(trajectory, response, decode),
                 "logprobs": [round(float(logprob), 4) for logprob in trajectory.logprobs],
             }
-            _append(self._path, self._hide(write_json(record)))
+            append_line(self._path, self._hide(write_json(record)))
 
 
 async def _token_ends(trajectory: Trajectory, response: str, decode: Callable[[np.ndarray], str]) -> list[int] | None:
@@ -104,7 +103,7 @@ class SpanFile:
         recorded = [[[kind, round(a, 4), round(b, 4), made] for kind, a, b, made in own] for own in spans if own]
         if recorded:
             line = {"ordinal": ticket.ordinal, "attempt": ticket.attempt, "trajectories": recorded}
-            _append(self._path, write_json(line, separators=(",", ":")))
+            append_line(self._path, write_json(line, separators=(",", ":")))
 
 
 class QuarantineFile:
@@ -124,14 +123,4 @@ class QuarantineFile:
             "ground_truth": row.ground_truth,
             "error": error,
         }
-        _append(self._path, self._hide(write_json(record)))
-
-
-def _append(path: Path, line: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:  # one write: other rollouters append to the same file
-            file.write(f"{line}\n".encode())
-    except OSError as error:
-        do = "make room there; then go on with resume=auto"
-        raise StorageError(explain(f"write {path}", str(error), do)) from error
+        append_line(self._path, self._hide(write_json(record)))

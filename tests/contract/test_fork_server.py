@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -135,6 +137,23 @@ def test_a_fork_that_nobody_hears_of_does_not_go_on(place):
             assert asking.recv(7) == b"forked\n"
         wait_until(lambda: not psutil.Process(server._process.pid).children())
         assert (place / "out").read_text() == ""
+
+
+@pytest.mark.slow  # it waits for the server's deadline
+def test_one_that_asks_too_slowly_does_not_hold_the_server(place):
+    with forking(place) as server, socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(str(server.directory / "socket"))
+        assert asking.recv(1) == b"?"
+        socket.send_fds(asking, [b"."], [0, 1, 2])
+
+        def sends_for_ever():
+            with contextlib.suppress(OSError):
+                while True:
+                    asking.sendall(b" ")
+                    time.sleep(fork_server.REQUEST_S / 10)
+
+        threading.Thread(target=sends_for_ever, daemon=True).start()
+        assert isinstance(ask(server, place), dict), "it is forked"
 
 
 def test_where_no_server_can_start_there_is_none(place, monkeypatch):

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import tempfile
 import threading
 import time
@@ -10,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, StorageError
+from asyncrl.json_records import append_line
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.observability.sinks.sink_thread import BACKLOG, SinkFeed
 from asyncrl.types import LedgerCounts
-from asyncrl.types.events import CheckpointFailed, ReplicaFailed
+from asyncrl.types.events import CheckpointFailed, CheckpointSaved, ReplicaFailed
 from asyncrl.types.metrics import QUEUE_METRICS, REQUIRED, Metric
 from tests.make import quickstart
 
@@ -40,6 +42,21 @@ def test_one_object_a_step_and_only_declared_metrics(tmp_path):
     del incomplete["staleness/lag_max"]
     with pytest.raises(ValueError, match="staleness/lag_max"):
         log.write(incomplete)
+
+
+def test_events_are_json_whatever_they_measured(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write(CheckpointSaved(1, "a", math.inf, math.nan))
+    assert "Infinity" not in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_pipe_in_place_of_a_file_is_an_error_and_no_wait(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(StorageError, match=r"metrics\.jsonl"):
+        MetricsLog(tmp_path / "metrics.jsonl").write(record(1))
+    os.mkfifo(tmp_path / "samples.jsonl")
+    with pytest.raises(StorageError, match=r"samples\.jsonl"):
+        append_line(tmp_path / "samples.jsonl", "{}")
 
 
 @pytest.mark.parametrize("metric", Metric)

@@ -76,7 +76,8 @@ def test_a_prompt_that_is_not_tokenized_is_short_enough(kind: str, content: str,
     renderer = RENDERERS[kind]
     asked = row(content)
     count = len(renderer.prompt_ids(asked))
-    assert renderer.tokens_over(asked, renderer.text(asked), limit) == (count if count > limit else None)
+    found = renderer.tokens_over(asked, renderer.text(asked), limit)
+    assert limit < found <= count if count > limit else found is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,6 +98,15 @@ def test_added_tokens_of_one_byte_leave_no_bound() -> None:
     assert count > len(text.encode())
     assert renderer.tokens_over(asked, text, count - 1) == count
     assert renderer.tokens_over(asked, text, count) is None
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_a_huge_prompt_is_too_long_without_being_tokenized(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = RENDERERS[kind]
+    asked = row("ab 12" * 100_000)
+    text = renderer.text(asked)
+    monkeypatch.setattr(renderer, "_tokenizer", None)
+    assert 1000 < renderer.tokens_over(asked, text, 1000) < len(text)
 
 
 def write(path: Path, rows: Sequence[PromptRow]) -> str:

@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -183,8 +184,14 @@ def _answer(
     with contextlib.ExitStack() as stack:
         for descriptor in descriptors:
             stack.callback(os.close, descriptor)
-        with connection.makefile("rb") as stream:
-            request = json.loads(stream.readline())
+        text, deadline = b"", time.monotonic() + REQUEST_S  # one for the whole request, however slowly it comes
+        while not text.endswith(b"\n"):
+            connection.settimeout(deadline - time.monotonic())  # after the deadline a ValueError
+            if not (more := connection.recv(1 << 16)):
+                return
+            text += more
+        request = json.loads(text)
+        connection.settimeout(REQUEST_S)
         if refusal := _refusal(request["environment"], started_with):
             connection.sendall(f"no: {refusal}\n".encode())
         elif os.fork() == 0:
