@@ -49,7 +49,7 @@ class ChatTemplate:
         self.text = template_text(tokenizer)
         self.unused: set[str] = set()
         self._tokenizer = tokenizer
-        self._parser: CallParser = parser_for(parser, self.text)
+        self.parser: CallParser = parser_for(parser, self.text)
         self._options: dict[str, Any] = {}
         if model.enable_thinking is not None:
             self._options["enable_thinking"] = model.enable_thinking
@@ -69,9 +69,15 @@ class ChatTemplate:
         Raises DataError, of `asked`: the template refuses the messages, or leaves out the text of one.
         """
         said = [self._speakable(message, self._knows_results) for message in messages]
-        plain, options = with_tools(self._tokenizer, said, tools)
+        plain, options = with_tools(self._tokenizer, said, tools, told_by=self._tells)
         is_begun = continues and said[-1]["role"] == "assistant" and not said[-1].get("tool_calls")
-        text = self._apply(plain, asked, continue_final_message=is_begun, **options)
+        if is_begun and len(plain) > 1 and self._stands_alone(plain[-1]):
+            text = self._apply(plain[:-1], asked, **options)
+            if (opening := self.thinking.opening) in plain[-1]["content"] and self.thinking.begun:
+                text = text[: text.rindex(opening)]
+            text += plain[-1]["content"]
+        else:
+            text = self._apply(plain, asked, continue_final_message=is_begun, **options)
         for message in said:
             self._require_said(message, text, asked)
         return text
@@ -165,6 +171,23 @@ class ChatTemplate:
             raise DataError(explain(asked, found, "correct the messages' roles or the chat template")) from error
         return text
 
+    def _stands_alone(self, message: Message) -> bool:
+        """Whether the start of a reply goes on from the template's prompt, character for character. If that opens a
+        thought of which the reply says nothing, the template must write the reply."""
+        marks, content = self.thinking, message.get("content")
+        has_thought = isinstance(content, str) and (marks.opening in content or marks.closing in content)
+        is_plain = message.keys() <= {"role", "content"} and bool(content)
+        return is_plain and (has_thought or not marks.begun) and self._prompts_replies
+
+    @cached_property
+    def _prompts_replies(self) -> bool:
+        """Whether a reply stands right behind the template's prompt, but for marks of thoughts."""
+        before, found, _ = self._rendered(_SAID).partition(REPLY)
+        prompt = self._rendered(_ASKED, add_generation_prompt=True)
+        for mark in (self.thinking.opening, self.thinking.closing):
+            before, prompt = before.replace(mark, ""), prompt.replace(mark, "")
+        return bool(found) and before.split() == prompt.split()
+
     def _variant(self, *, with_tools: bool) -> dict[str, Any]:
         """The template for conversations with tools, of tokenizers that have one of its own for them."""
         templates = self._tokenizer.chat_template
@@ -179,6 +202,9 @@ class ChatTemplate:
             if not is_shown:
                 self.unused.add(name)
         lost = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        if lost and "tool_calls" in self.text and not self._writes_calls:
+            do = "set model.chat_template to one that renders tool_calls"
+            raise DataError(explain(asked, f"the chat template leaves out the call of {lost[0]}", do))
         content = str(message.get("content") or "")
         if lost and content not in text:  # such templates write the calls of a message alone
             self.unused.add("content of messages with tool_calls")
@@ -200,12 +226,28 @@ class ChatTemplate:
             said["content"] = self.harmless(said["content"])
         if said.get("tool_calls") and "tool_calls" not in self.text:
             functions = [call["function"] for call in said.pop("tool_calls")]
-            calls = [written(function["name"], function["arguments"], self._parser) for function in functions]
+            calls = [written(function["name"], function["arguments"], self.parser) for function in functions]
             said["content"] = "\n".join([*filter(None, [said.get("content")]), *calls])
         if said.get("role") == "tool" and not knows_results:
             content = f"Result of {said.get('name', 'the tool')}:\n{said.get('content')}"
             return {"role": "user", "content": content}
         return said
+
+    @cached_property
+    def _tells(self) -> str:
+        """The role of what the recipe tells the policy: system, or user where the template refuses or skips that."""
+        told = self._rendered([{"role": "system", "content": _RESULT}, *_ASKED])
+        return "system" if _RESULT in told or not self._rendered(_ASKED) else "user"
+
+    @cached_property
+    def _writes_calls(self) -> bool:
+        called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        result = {"role": "tool", "name": "tool7391", "tool_call_id": _CALL["id"], "content": _RESULT}
+        for said in ([*_ASKED, called, result], [*_ASKED, called]):
+            plain, _ = with_tools(self._tokenizer, said, None)
+            if _CALL["function"]["name"] in self._rendered(plain, **self._variant(with_tools=True)):
+                return True
+        return False
 
     @cached_property
     def _knows_results(self) -> bool:

@@ -5,12 +5,13 @@ verl (DAPO-Math-17k too): `prompt` (messages), `data_source`, `reward_model` ({g
 other columns are not used, and named in the plan. The other schemas put all other columns into `extra`, which rewards
 read. gsm8k: `question`, and `answer`, whose text after the last `####` is the ground truth. prompt_answer: `prompt` (a
 text or messages), optionally `answer`. conversations: `conversations` or `messages`; the ground truth is `answer`, or
-the last reply; a last reply is no part of the prompt. A message has role and content, or from and value. Pure: records
-are parsed JSON or Arrow values.
+the last reply; a last reply is no part of the prompt; `system` comes first. A message has role and content, or from and
+value. Pure: records are parsed JSON or Arrow values.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,12 +37,14 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "verl": ("prompt", "data_source", "reward_model", "extra_info"),
     "gsm8k": ("question", "answer"),
     "prompt_answer": ("prompt", "answer", "data_source"),
-    "conversations": ("conversations", "messages", "answer", "data_source"),
+    "conversations": ("conversations", "messages", "system", "answer", "data_source"),
 }
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _NO_MEDIA = "train a text model on text alone: remove these rows, or the images, videos and audio of all rows"
+_CALLER = "function_call"
+"""In `from`: the message is a call, as JSON."""
 _SPEAKERS = dict.fromkeys(("human", "user"), "user") | {"system": "system", "developer": "developer"}
-_SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "bard", "bing"), "assistant")
+_SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "bard", "bing", _CALLER), "assistant")
 _SPEAKERS |= dict.fromkeys(("observation", "function_response", "tool"), "tool")
 """Name in `from` -> role."""
 _CHAT, _TRUTH = "\0prompt", "\0ground_truth"
@@ -95,6 +98,20 @@ class PromptRow:
         """The ground truth as it is in the dataset: a text, number, list or object."""
         return json.loads(self.ground_truth) if _TRUTH in self.structured else self.ground_truth
 
+    def tools(self) -> list[Mapping[str, Any]]:
+        """The schemas of the row's own tools, in OpenAI's form, from its column (or key of `extra_info`) `tools`; empty
+        for none. Raises DataError: it holds something else."""
+        text = dict(self.extra).get("tools") or "[]"
+        try:
+            tools = json.loads(text) or []
+            made = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+            if all(isinstance(schema["function"]["name"], str) for schema in made):
+                return made
+        except (ValueError, TypeError, KeyError):
+            pass
+        do = 'write a list of {"type": "function", "function": {"name": ..., "parameters": ...}}, or name it otherwise'
+        raise _malformed(self.origin, f"tools is {_kind(text)}", do)
+
     @property
     def is_chat(self) -> bool:
         """Whether the dataset has messages, not a text."""
@@ -128,7 +145,7 @@ def schema_of(keys: Iterable[object]) -> Schema:
     found = set(keys)
     if "reward_model" in found or ("data_source" in found and "answer" not in found):
         return "verl"
-    if {"question", "answer"} <= found:
+    if {"question", "answer"} <= found and "prompt" not in found:
         return "gsm8k"
     if "prompt" in found:
         return "prompt_answer"
@@ -230,8 +247,9 @@ def _read_gsm8k(record: Mapping[str, object], origin: str) -> _Read:
     if not mark:
         do = "end it with #### and the right answer, or set data.schema=prompt_answer"
         raise _malformed(origin, f"answer has no ####: {_kind(answer)}", do)
-    if not question.strip():
-        raise _malformed(origin, "question is empty", "fill it in or remove the row")
+    for name, text in (("question", question), ("what follows ####", truth)):
+        if not text.strip():
+            raise _malformed(origin, f"{name} is empty", "fill it in or remove the row")
     return (ChatMessage("user", question),), _ground_truth(truth.strip(), "what follows ####", origin), "gsm8k"
 
 
@@ -244,10 +262,11 @@ def _read_prompt_answer(record: Mapping[str, object], origin: str) -> _Read:
     if not isinstance(prompt, Sequence):
         do = "make it a text, or a list of {role, content} messages"
         raise _malformed(origin, f"prompt is {_kind(prompt)}", do)
-    # Rewards of the user's own may need no answer; built-in ones refuse such a row.
-    has_answer = record.get("answer") is not None
-    truth = _ground_truth(record["answer"], "answer", origin) if has_answer else ("", False)
-    return _messages(prompt, origin), truth, str(record.get("data_source") or "prompt_answer")
+    return (
+        _messages(prompt, origin),
+        _ground_truth(record.get("answer"), "answer", origin),
+        str(record.get("data_source") or "prompt_answer"),
+    )
 
 
 def _read_conversations(record: Mapping[str, object], origin: str) -> _Read:
@@ -260,6 +279,8 @@ def _read_conversations(record: Mapping[str, object], origin: str) -> _Read:
     else:
         truth = (replies[0].content, False) if replies else ("", False)
     rest = messages[: len(messages) - len(replies)]
+    if record.get("system") and rest and rest[0].role != "system":
+        rest = (ChatMessage("system", _field(record, "system", str, origin)), *rest)
     if not rest:
         raise _malformed(origin, f"{key} has nothing before its reply", "begin it with a message of the user")
     return rest, truth, source
@@ -308,15 +329,18 @@ def _message(message: object, at: str, origin: str) -> ChatMessage:
     if names[0] == "from":
         if role not in _SPEAKERS:
             raise _malformed(origin, f"{at}.from is {_kind(role)}", f"name one of {', '.join(_SPEAKERS)}")
+        if role == _CALLER:
+            fields |= {"value": None, "tool_calls": fields.get("value")}
         role = _SPEAKERS[role]
     more = {name: value for name, value in fields.items() if name not in names}
     if "tool_calls" in more:
         more["tool_calls"] = _calls(more["tool_calls"], f"{at}.tool_calls", origin)
-        fields.setdefault(names[1], "")
+    if role == "assistant" and more:  # it called, or only thought
+        fields[names[1]] = fields.get(names[1]) or ""
     if isinstance(fields.get(names[1]), list):
         fields[names[1]] = _joined(fields[names[1]], f"{at}.{names[1]}", origin)
     content = _field(fields, names[1], str, origin, f"{at}.")
-    if not role or not (content.strip() or role == "tool" or more.get("tool_calls")):
+    if not role or not (content.strip() or role in ("system", "developer", "tool") or more):
         raise _malformed(origin, f"{at} has an empty role or content", "fill it in or remove the row")
     return ChatMessage(role, content, json.dumps(more, ensure_ascii=False, default=str) if more else "")
 
@@ -335,8 +359,11 @@ def _joined(parts: Sequence[object], key: str, origin: str) -> str:
 
 def _calls(calls: object, key: str, origin: str) -> list[dict[str, Any]]:
     """Tool calls in OpenAI's form, with arguments as an object, which chat templates expect."""
+    if isinstance(calls, str):
+        with contextlib.suppress(ValueError):
+            calls = json.loads(calls)
     made = []
-    for call in calls if isinstance(calls, Sequence) and not isinstance(calls, str) else [calls]:
+    for call in calls if isinstance(calls, list | tuple) else [calls]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
         try:
@@ -353,20 +380,16 @@ def _calls(calls: object, key: str, origin: str) -> list[dict[str, Any]]:
 
 
 def _ground_truth(value: object, key: str, origin: str) -> _Truth:
-    if isinstance(value, Mapping | list):
-        if not value:
-            raise _malformed(origin, f"{key} is empty", "fill in the right answer or remove the row")
-        return json.dumps(value, ensure_ascii=False, default=str), True
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        do = "write the right answer as a text, a number, a list or an object"
-        raise _malformed(origin, f"{key} is {_kind(value)}", do)
+    """Without one it is empty: some rewards need none, and those that do refuse such a row."""
+    if value is None or isinstance(value, str):
+        return (value if value and value.strip() else ""), False
     if isinstance(value, float) and not math.isfinite(value):
         do = "fill in the right answer or remove the row; an answer that is infinite or none is a string"
         raise _malformed(origin, f"{key} is {_kind(value)}, no finite number", do)
-    text = str(value)
-    if not text.strip():
-        raise _malformed(origin, f"{key} is empty", "fill in the right answer or remove the row")
-    return text, not isinstance(value, str)
+    if not isinstance(value, Mapping | list | int | float):
+        do = "write the right answer as a text, a number, a list or an object"
+        raise _malformed(origin, f"{key} is {_kind(value)}", do)
+    return json.dumps(value, ensure_ascii=False, default=str), True
 
 
 def _extra(
@@ -375,6 +398,8 @@ def _extra(
     """The pairs of `extra_info` and of other columns, and the keys of those whose text is JSON."""
     if not isinstance(info, Mapping | None):
         raise _malformed(origin, f"extra_info is {_kind(info)} instead of an object", "make it one or leave it out")
+    if both := sorted(key for key in others.keys() & {*(info or {})} if others[key] != (info or {})[key]):
+        raise _malformed(origin, f"{both[0]} as a column and in extra_info", "give one of them another name")
     values = {str(key): value for key, value in [*(info or {}).items(), *others.items()]}
     pairs = ((k, v if isinstance(v, str) else json.dumps(v, default=str)) for k, v in values.items())
     return tuple(pairs), tuple(key for key, value in values.items() if not isinstance(value, str))

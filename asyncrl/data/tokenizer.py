@@ -15,7 +15,7 @@ from asyncrl.data.chat_template import TEXT_ALONE, ChatTemplate
 from asyncrl.data.prompts import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.stop_strings import StopTexts
-from asyncrl.data.tool_calls import ToolPrompt
+from asyncrl.data.tool_calls import ToolPrompt, tools_for
 from asyncrl.errors import ConfigError, DataError, explain
 
 if TYPE_CHECKING:
@@ -99,7 +99,13 @@ class PromptRenderer:
     def text(self, row: PromptRow) -> str:
         """The text that `prompt_ids` tokenizes. Raises DataError naming the row, as `prompt_ids`."""
         asked = f"the prompt of {row.origin}"
-        text = self.template.render(row.conversation(), self._tools, asked=asked, continues=self._continues)
+        tools = self._tools
+        if own := row.tools():
+            if tools is None:
+                tools = tools_for(own, self.template.parser, self.template.text)
+            else:
+                self.template.unused.add("tools (those of the environment are in the prompts)")
+        text = self.template.render(row.conversation(), tools, asked=asked, continues=self._continues)
         try:
             text.encode()
         except UnicodeEncodeError as error:

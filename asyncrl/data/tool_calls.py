@@ -239,9 +239,14 @@ def takes_tools(template: str) -> bool:
 
 
 def with_tools(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: ToolPrompt | None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: ToolPrompt | None,
+    *,
+    told_by: str = "system",
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and options for `apply_chat_template` that make the prompt name the tools."""
+    """Messages and options for `apply_chat_template` that make the prompt name the tools; in words in a first message
+    of `told_by`."""
     template = template_text(tokenizer)
     rendered = _calls_of(template)[1]
     plain = [dict(message) if rendered is None else rendered.takes(message) for message in messages]
@@ -252,4 +257,7 @@ def with_tools(
     if plain and plain[0].get("role") == "system":
         plain[0]["content"] = f"{plain[0]['content']}\n\n{tools.text}"
         return plain, {}
-    return [{"role": "system", "content": tools.text}, *plain], {}
+    if plain and plain[0].get("role") == told_by:
+        plain[0]["content"] = f"{tools.text}\n\n{plain[0]['content']}"
+        return plain, {}
+    return [{"role": told_by, "content": tools.text}, *plain], {}

@@ -103,7 +103,10 @@ def as_reward(function: Callable[..., Any]) -> Callable[[str, PromptRow], Any]:
 
     Raises TypeError: `function` cannot be called with a response and a row, and is none of these.
     """
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:  # a builtin such as max
+        raise TypeError(str(error)) from error
     names = signature.parameters.keys()
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
     if "solution_str" in names:

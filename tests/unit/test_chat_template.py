@@ -1,5 +1,7 @@
 """What a chat template does with the messages that people bring, where its turns end, and how it marks thoughts."""
 
+import json
+
 import pytest
 
 from asyncrl.config.model import ModelConfig
@@ -81,6 +83,64 @@ def test_a_prompt_that_ends_with_the_assistant_is_continued_or_closed_as_the_rec
     assert text_of([ASKED, calling()])[0].endswith("</tool_call><|im_end|>\n<|im_start|>assistant\n"), "a whole call"
     chat = chat_with(QWEN)
     assert chat.decode(chat.prompt(begun)).endswith("Let me think.\n<think>"), "an agent's request too"
+
+
+def replies(before, prompt=""):
+    """A template that writes `before` in front of a reply, and `prompt` behind the start of the one to come."""
+    said = "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+    start = f"{{% if m.role == 'assistant' %}}{before}{{% endif %}}"
+    end = f"{{% if add_generation_prompt %}}[assistant]{prompt}{{% endif %}}"
+    return "{% for m in messages %}[{{ m.role }}]" + start + said + "{% endfor %}" + end
+
+
+@pytest.mark.parametrize(
+    ("template", "begun", "text"),
+    [
+        (replies("<think>\n\n</think>\n\n"), "The answer is ", "The answer is "),
+        (replies("", "<think>\n"), "<think>\nhm\n</think>\n\nThe ", "<think>\nhm\n</think>\n\nThe "),
+        (replies("", "<think>\n"), "<think>hm", "<think>hm"),
+        (replies("", "<think>\n"), "hm</think>The", "<think>\nhm</think>The"),
+        (replies("", "<think>\n"), "The answer", "The answer"),
+        (replies("<channel>final:"), "The answer", "<channel>final:The answer"),
+    ],
+)
+def test_the_start_of_a_reply_is_what_the_policy_would_have_said(template, begun, text):
+    assert text_of([ASKED, {"role": "assistant", "content": begun}], template)[0] == f"[user]Oslo?[assistant]{text}"
+
+
+def test_tools_of_a_row_are_in_its_prompt_and_an_unknown_form_is_an_error():
+    schema = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    forms = ([schema], [{"type": "function", "function": schema}], json.dumps([schema]))
+    texts = {renderer_text({"prompt": [ASKED], "answer": "4", "tools": tools}) for tools in forms}
+    assert len(texts) == 1
+    assert '"weather"' in texts.pop()
+    assert renderer_text({"prompt": [ASKED], "tools": None}) == renderer_text({"prompt": [ASKED], "tools": "[]"})
+    for other in (["weather"], "weather", {"weather": 1}, 3):
+        with pytest.raises(DataError, match=r"(?s)f:1.*tools is"):
+            renderer_text({"prompt": [ASKED], "tools": other})
+
+
+def renderer_text(record, template=QWEN):
+    return PromptRenderer(tokenizer_with(template), MODEL).text(parse_record(record, "f:1"))
+
+
+def test_tools_are_told_by_the_user_where_the_template_knows_no_system():
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + RICH
+    for template in (
+        refuses,
+        RICH.replace("[{{ m.role }}]{{", "{% if m.role != 'system' %}[{{ m.role }}]{% endif %}{{", 1),
+    ):
+        text = renderer_text({"prompt": [ASKED], "tools": [{"name": "weather"}]}, template)
+        assert text.index("You can call these tools") < text.index("Oslo?")
+    assert renderer_text({"prompt": [ASKED], "tools": [{"name": "weather"}]}, refuses).startswith("[user]You can call")
+
+
+def test_a_call_that_the_template_drops_is_an_error_even_where_the_tool_is_named():
+    drops = RICH.replace("{% for c in m.tool_calls or [] %}", "{# tool_calls #}{% for c in [] %}").replace(
+        "[{{", "{{ tools }}[{{", 1
+    )
+    with pytest.raises(DataError, match="leaves out the call of weather"):
+        renderer_text({"prompt": [{"role": "user", "content": "weather?"}, calling(), SUN]}, drops)
 
 
 def test_a_special_token_in_a_message_of_the_user_cannot_end_its_turn():

@@ -53,9 +53,6 @@ BAD = {
     "content is a number": (RECORD | {"prompt": [{"role": "user", "content": [1]}]}, "prompt[0].content[0] is int 1"),
     "content is blank": (RECORD | {"prompt": [{"role": "user", "content": " "}]}, "empty role or content"),
     "no ground truth": (RECORD | {"reward_model": {"style": "rule"}}, "reward_model has no ground_truth"),
-    "ground truth is null": (RECORD | {"reward_model": {"ground_truth": None}}, "ground_truth is NoneType None"),
-    "ground truth is a flag": (RECORD | {"reward_model": {"ground_truth": True}}, "ground_truth is bool True"),
-    "ground truth is blank": (RECORD | {"reward_model": {"ground_truth": ""}}, "ground_truth is empty"),
     "ground truth is no number": (RECORD | {"reward_model": {"ground_truth": math.nan}}, "float nan, no finite number"),
     "answer is infinite": ({"prompt": "?", "answer": -math.inf}, "answer is float -inf, no finite number"),
     "extra is a list": (RECORD | {"extra_info": []}, "extra_info is list [] instead of an object"),
@@ -125,6 +122,40 @@ def test_every_field_of_a_message_is_kept() -> None:
     assert read([ASKED, flat]).conversation()[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
 
 
+@pytest.mark.parametrize(("truth", "text"), [(None, ""), (" ", ""), (True, "true"), ([], "[]"), (0, "0")])
+def test_a_truth_may_be_anything_and_none(truth: object, text: str) -> None:
+    row = parse_record(RECORD | {"reward_model": {"ground_truth": truth}}, "f:1")
+    assert (row.ground_truth, row.truth()) == (text, truth if text else "")
+
+
+def test_messages_that_only_call_or_think_and_an_empty_system_are_read() -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])}
+    thought = {"role": "assistant", "content": None, "reasoning_content": "hm"}
+    row = read([{"role": "system", "content": ""}, ASKED, called, {"role": "tool", "content": "sun"}, thought])
+    assert row.conversation()[2]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
+    assert row.conversation()[4] == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+
+
+def test_conversations_have_a_system_column_and_calls_as_messages() -> None:
+    turns = [
+        {"from": "human", "value": "Oslo?"},
+        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+        {"from": "observation", "value": "sun"},
+        {"from": "gpt", "value": "Sun."},
+    ]
+    row = parse_record({"conversations": turns, "system": "Be short."}, "f:1")
+    assert [m.role for m in row.messages] == ["system", "user", "assistant", "tool"]
+    assert row.conversation()[2]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
+    assert row.extra == ()
+    row = parse_record({"conversations": [{"from": "system", "value": "A"}, *turns], "system": "B"}, "f:1")
+    assert [m.content for m in row.messages][:2] == ["A", "Oslo?"]
+
+
+def test_a_prompt_with_a_question_and_an_answer_is_asked_as_a_prompt() -> None:
+    row = parse_record({"prompt": "Solve: 1+1?", "question": "1+1?", "answer": "2"}, "f:1")
+    assert (row.messages[0].content, row.ground_truth, row.extra) == ("Solve: 1+1?", "2", (("question", "1+1?"),))
+
+
 def test_a_content_in_parts_is_its_text() -> None:
     parts = [{"type": "text", "text": "Os"}, {"text": "lo"}, "?"]
     assert read([{"role": "user", "content": parts}]).messages == (ChatMessage("user", "Oslo?"),)
@@ -140,7 +171,7 @@ def test_a_content_in_parts_is_its_text() -> None:
         ({"prompt": [ASKED, {"role": "assistant", "tool_calls": ["weather()"]}], "answer": "1"}, "tool_calls has str"),
         ({"conversations": [{"from": "chatgpt", "value": "hi"}]}, "nothing before its reply"),
         ({"conversations": [{"from": "oracle", "value": "hi"}]}, "from is str 'oracle'"),
-        (RECORD | {"reward_model": {"ground_truth": []}}, "ground_truth is empty"),
+        ({"prompt": "?", "extra_info": {"level": 1}, "level": 2}, "level as a column and in extra_info"),
     ],
 )
 def test_what_cannot_be_trained_or_read_is_refused(record, found) -> None:

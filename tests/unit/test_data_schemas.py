@@ -52,7 +52,6 @@ def test_a_system_prompt_stands_before_rows_that_have_none(tmp_path: Path) -> No
         (GSM8K | {"answer": "so ####  "}, "auto", "what follows #### is empty"),
         (GSM8K | {"question": " "}, "auto", "question is empty"),
         (GSM8K | {"answer": 42}, "auto", "answer is int 42 instead of a string"),
-        (PLAIN | {"answer": [None] * 0}, "auto", "answer is empty"),
         (PLAIN | {"prompt": 3}, "auto", "prompt is int 3"),
         (PLAIN, "gsm8k", "no question"),
         (GSM8K, "prompt_answer", "no prompt"),
