@@ -104,7 +104,9 @@ class PromptRow:
         text = dict(self.extra).get("tools") or "[]"
         try:
             tools = json.loads(text) or []
-            made = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+            made: list[Mapping[str, Any]] = [
+                tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+            ]
             if all(isinstance(schema["function"]["name"], str) for schema in made):
                 return made
         except (ValueError, TypeError, KeyError):

@@ -56,7 +56,9 @@ def read_statements(text: str, entry_point: str, asked: str) -> Statements:
         refusal = "a test is a generator: nothing would run it", "write tests without yield"
     if refusal is not None:
         raise ValueError(explain(asked, *refusal))
-    return Statements(base64.b64encode(marshal.dumps(code)).decode(), entry_point, names, free_names(text) & {*MODULES})
+    return Statements(
+        base64.b64encode(marshal.dumps(code)).decode(), entry_point, names, frozenset(free_names(text)) & {*MODULES}
+    )
 
 
 def _taken_names(text: str, tree: ast.Module, entry_point: str) -> frozenset[str]:
@@ -73,9 +75,15 @@ def _taken_names(text: str, tree: ast.Module, entry_point: str) -> frozenset[str
 
 def _tested(tree: ast.Module, free: set[str]) -> set[str]:
     """Of `free`, the functions that the tests call; in `set(sum(x)) == {1}` only `sum`."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    inside = {call: {_name(inner) for inner in ast.walk(call) if inner in calls} & free for call in calls}
-    return set().union(*inside.values()) - {_name(call) for call, names in inside.items() if names > {_name(call)}}
+    around = {name for name, call in _calls(tree) if {inner for inner, _ in _calls(call)} & free > {name}}
+    return {name for name, _ in _calls(tree)} & free - around
+
+
+def _calls(node: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """The calls by a name, in any depth."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name):
+            yield inner.func.id, inner
 
 
 def _code_objects(code: CodeType) -> Iterator[CodeType]:
