@@ -58,7 +58,10 @@ def append_line(path: Path, line: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644), "wb", 0) as file:
-            file.write(f"{line}\n".encode())
+            os.set_blocking(file.fileno(), True)  # a pipe with a reader waits for it
+            data = f"{line}\n".encode()
+            if (written := file.write(data)) != len(data):
+                raise OSError(f"only {written} of {len(data)} bytes were written")
     except OSError as error:
         raise unwritable(path, error) from error
 

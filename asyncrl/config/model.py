@@ -93,12 +93,12 @@ class ModelPoolConfig:
         if self.engine == "vllm":
             self.vllm.check_dtype(self.inference_dtype, key="vllm", dtype_key="inference_dtype")
 
-    def replicas(self, context_tokens: int, *, key: str, is_least: bool = True, max_logprobs: int = 0) -> RolloutConfig:
+    def replicas(self, context_tokens: int, *, key: str, least_tokens: int, max_logprobs: int = 0) -> RolloutConfig:
         """The settings of the replicas, in the form of the policy's.
 
         Args:
             context_tokens: of the engine, if `max_model_len` is not set.
-            is_least: refuse a smaller `max_model_len`.
+            least_tokens: a smaller `max_model_len` is refused.
             key: the section of the recipe, for messages.
             max_logprobs: of engine vllm, at least.
 
@@ -107,9 +107,9 @@ class ModelPoolConfig:
         engine = self.torch if self.engine == "torch" else self.vllm
         found = engine.max_model_len
         require(
-            not is_least or found is None or found >= context_tokens,
+            found is None or found >= least_tokens,
             asked=f"{key}.{self.engine}.max_model_len={found}",
-            found=f"a request to this pool may have {context_tokens} tokens",
+            found=f"requests to this pool have {least_tokens} tokens and more",
             do=f"raise it to {context_tokens} or leave it out",
         )
         length = found or context_tokens

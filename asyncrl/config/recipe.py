@@ -377,8 +377,12 @@ class Recipe:
         }
         found = {key: pool for key in asked if (pool := getattr(self, key)).path is not None}
         top = {"teacher": self.algorithm.distillation.top_k}
+        # A judge with less than its longest request gives the longest responses its lowest reward.
+        least = asked | {
+            "judge": JUDGE_PROMPT_TOKENS + self.reward.judge.max_tokens * (self.reward.judge.read == "text")
+        }
         return {
-            key: (pool, pool.replicas(asked[key], key=key, is_least=key == "teacher", max_logprobs=top.get(key, 0)))
+            key: (pool, pool.replicas(asked[key], key=key, least_tokens=least[key], max_logprobs=top.get(key, 0)))
             for key, pool in found.items()
         }
 

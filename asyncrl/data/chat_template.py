@@ -71,13 +71,16 @@ class ChatTemplate:
         said = [self._speakable(message, self._knows_results) for message in messages]
         plain, options = with_tools(self._tokenizer, said, tools, told_by=self._tells)
         is_begun = continues and said[-1]["role"] == "assistant" and not said[-1].get("tool_calls")
+        if tools is not None and "tools" in options and not tools.is_in(self._apply(plain, asked, **options)):
+            tools = replace(tools, in_words=True)
+            plain, options = with_tools(self._tokenizer, said, tools, told_by=self._tells)
         if is_begun and len(plain) > 1 and self._stands_alone(plain[-1]):
-            text = self._apply(plain[:-1], asked, **options)
-            if (opening := self.thinking.opening) in plain[-1]["content"] and self.thinking.begun:
-                text = text[: text.rindex(opening)]
-            text += plain[-1]["content"]
+            text = self._prompt_for(plain[-1]["content"], plain[:-1], asked, options)
         else:
             text = self._apply(plain, asked, continue_final_message=is_begun, **options)
+        if is_begun:  # transformers trims the start of a reply
+            content = plain[-1]["content"]
+            text += content[len(content.rstrip()) :] if text.endswith(content.rstrip()) else ""
         for message in said:
             self._require_said(message, text, asked)
         return text
@@ -171,12 +174,19 @@ class ChatTemplate:
             raise DataError(explain(asked, found, "correct the messages' roles or the chat template")) from error
         return text
 
+    def _prompt_for(self, content: str, messages: Sequence[Message], asked: str, options: Mapping[str, Any]) -> str:
+        """The prompt, and `content` behind it. A thought that both begin is begun once."""
+        before = self._apply(messages, asked, **{"add_generation_prompt": False, **options})
+        text, opening = self._apply(messages, asked, **options), self.thinking.opening
+        at = text.find(opening, len(before)) if text.startswith(before) else -1
+        return (text[:at] if at >= 0 and content.lstrip().startswith(opening) else text) + content.rstrip()
+
     def _stands_alone(self, message: Message) -> bool:
         """Whether the start of a reply goes on from the template's prompt, character for character. If that opens a
         thought of which the reply says nothing, the template must write the reply."""
         marks, content = self.thinking, message.get("content")
         has_thought = isinstance(content, str) and (marks.opening in content or marks.closing in content)
-        is_plain = message.keys() <= {"role", "content"} and bool(content)
+        is_plain = bool(content) and not any(name in self.text for name in message.keys() - {"role", "content"})
         return is_plain and (has_thought or not marks.begun) and self._prompts_replies
 
     @cached_property

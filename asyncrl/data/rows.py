@@ -5,8 +5,8 @@ verl (DAPO-Math-17k too): `prompt` (messages), `data_source`, `reward_model` ({g
 other columns are not used, and named in the plan. The other schemas put all other columns into `extra`, which rewards
 read. gsm8k: `question`, and `answer`, whose text after the last `####` is the ground truth. prompt_answer: `prompt` (a
 text or messages), optionally `answer`. conversations: `conversations` or `messages`; the ground truth is `answer`, or
-the last reply; a last reply is no part of the prompt; `system` comes first. A message has role and content, or from and
-value. Pure: records are parsed JSON or Arrow values.
+the last reply, or its calls; a last reply is no part of the prompt; `system` comes first. A message has role and
+content, or from and value. Pure: records are parsed JSON or Arrow values.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "verl": ("prompt", "data_source", "reward_model", "extra_info"),
     "gsm8k": ("question", "answer"),
     "prompt_answer": ("prompt", "answer", "data_source"),
-    "conversations": ("conversations", "messages", "system", "answer", "data_source"),
+    "conversations": ("conversations", "messages", "answer", "data_source"),
 }
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _NO_MEDIA = "train a text model on text alone: remove these rows, or the images, videos and audio of all rows"
-_CALLER = "function_call"
-"""In `from`: the message is a call, as JSON."""
+_CALLERS = ("function_call", "tool_call")
+"""In `from`: the message is a call, as JSON, perhaps behind a thought."""
 _SPEAKERS = dict.fromkeys(("human", "user"), "user") | {"system": "system", "developer": "developer"}
-_SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "bard", "bing", _CALLER), "assistant")
+_SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "bard", "bing", *_CALLERS), "assistant")
 _SPEAKERS |= dict.fromkeys(("observation", "function_response", "tool"), "tool")
 """Name in `from` -> role."""
 _CHAT, _TRUTH = "\0prompt", "\0ground_truth"
@@ -100,19 +100,22 @@ class PromptRow:
 
     def tools(self) -> list[Mapping[str, Any]]:
         """The schemas of the row's own tools, in OpenAI's form, from its column (or key of `extra_info`) `tools`; empty
-        for none. Raises DataError: it holds something else."""
+        for none, and for a column of another meaning. Raises DataError: a tool has no name."""
         text = dict(self.extra).get("tools") or "[]"
         try:
-            tools = json.loads(text) or []
-            made: list[Mapping[str, Any]] = [
-                tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+            found = json.loads(text)
+            tools = [
+                json.loads(t) if isinstance(t, str) else t for t in (found if isinstance(found, list) else [found])
             ]
-            if all(isinstance(schema["function"]["name"], str) for schema in made):
-                return made
-        except (ValueError, TypeError, KeyError):
-            pass
-        do = 'write a list of {"type": "function", "function": {"name": ..., "parameters": ...}}, or name it otherwise'
-        raise _malformed(self.origin, f"tools is {_kind(text)}", do)
+        except ValueError:
+            return []
+        found = [tool for tool in tools if isinstance(tool, Mapping)]
+        made: list[Mapping[str, Any]] = [t if "function" in t else {"type": "function", "function": t} for t in found]
+        for schema in made:
+            if not isinstance(schema["function"], Mapping) or not isinstance(schema["function"].get("name"), str):
+                do = 'write {"type": "function", "function": {"name": ..., "parameters": ...}}'
+                raise _malformed(self.origin, f"tools has {_kind(schema)}", do)
+        return made
 
     @property
     def is_chat(self) -> bool:
@@ -165,7 +168,7 @@ class RowReader:
         """The columns of a file to read."""
         if (schema_of(names) if self._schema == "auto" else self._schema) != "verl":
             return list(names)
-        wanted = *_COLUMNS["verl"], *_MEDIA
+        wanted = *_COLUMNS["verl"], *_MEDIA, "tools"
         self.unused |= {name for name in names if name not in wanted}
         return [name for name in names if name in wanted]
 
@@ -208,8 +211,12 @@ class RowReader:
             raise DataError(f"{error} (read as data.schema={schema})") from None
         others = {k: v for k, v in record.items() if k not in (*_COLUMNS[schema], "extra_info") and v is not None}
         if schema == "verl":
-            self.unused |= others.keys()
-            others = {}
+            self.unused |= others.keys() - {"tools"}
+            others = {name: value for name, value in others.items() if name == "tools"}
+        if schema == "conversations" and record.get("answer") is None:
+            last = list(record.get("conversations") or record["messages"])[-1]
+            ignored = last.keys() - {"role", "content", "from", "value", "tool_calls"}
+            self.unused |= {f"{name} of the last reply" for name in ignored if last[name] is not None}
         text, is_json = truth
         extra, structured = _extra(record.get("extra_info"), others, origin)
         is_chat = schema != "gsm8k" and not isinstance(record.get("prompt"), str)
@@ -280,6 +287,8 @@ def _read_conversations(record: Mapping[str, object], origin: str) -> _Read:
         truth = _ground_truth(record["answer"], "answer", origin)
     else:
         truth = (replies[0].content, False) if replies else ("", False)
+        if replies and (calls := replies[0].fields().get("tool_calls")):
+            truth = json.dumps([call["function"] for call in calls], ensure_ascii=False), True
     rest = messages[: len(messages) - len(replies)]
     if record.get("system") and rest and rest[0].role != "system":
         rest = (ChatMessage("system", _field(record, "system", str, origin)), *rest)
@@ -331,18 +340,21 @@ def _message(message: object, at: str, origin: str) -> ChatMessage:
     if names[0] == "from":
         if role not in _SPEAKERS:
             raise _malformed(origin, f"{at}.from is {_kind(role)}", f"name one of {', '.join(_SPEAKERS)}")
-        if role == _CALLER:
-            fields |= {"value": None, "tool_calls": fields.get("value")}
+        if role in _CALLERS:
+            thought, mark, calls = str(fields.get("value")).rpartition("</think>")
+            fields |= {"value": None, "tool_calls": calls} | (
+                {"reasoning_content": thought.rpartition("<think>")[2].strip()} if mark else {}
+            )
         role = _SPEAKERS[role]
     more = {name: value for name, value in fields.items() if name not in names}
-    if "tool_calls" in more:
-        more["tool_calls"] = _calls(more["tool_calls"], f"{at}.tool_calls", origin)
+    if calls := _calls(more.pop("tool_calls", None) or [], f"{at}.tool_calls", origin):
+        more["tool_calls"] = calls
     if role == "assistant" and more:  # it called, or only thought
         fields[names[1]] = fields.get(names[1]) or ""
     if isinstance(fields.get(names[1]), list):
         fields[names[1]] = _joined(fields[names[1]], f"{at}.{names[1]}", origin)
     content = _field(fields, names[1], str, origin, f"{at}.")
-    if not role or not (content.strip() or role in ("system", "developer", "tool") or more):
+    if not role or not (content.strip() or role in ("system", "developer", "tool") or (role == "assistant" and more)):
         raise _malformed(origin, f"{at} has an empty role or content", "fill it in or remove the row")
     return ChatMessage(role, content, json.dumps(more, ensure_ascii=False, default=str) if more else "")
 
@@ -363,22 +375,29 @@ def _calls(calls: object, key: str, origin: str) -> list[dict[str, Any]]:
     """Tool calls in OpenAI's form, with arguments as an object, which chat templates expect."""
     if isinstance(calls, str):
         with contextlib.suppress(ValueError):
-            calls = json.loads(calls)
+            calls = json.loads(calls) or []
     made = []
     for call in calls if isinstance(calls, list | tuple) else [calls]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
         try:
-            arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+            # Arrow gives every call the arguments of all; in JSON a null is meant.
+            arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else _without_nulls(arguments)
         except ValueError:
             arguments = 0
         if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
             do = 'write each call as {"type": "function", "function": {"name": "NAME", "arguments": {...}}}'
             raise _malformed(origin, f"{key} has {_kind(call)}", do)
-        filled = {name: value for name, value in (arguments or {}).items() if value is not None}
         others = {k: v for k, v in call.items() if k not in ("function", "name", "arguments") and v is not None}
-        made.append({"type": "function", **others, "function": {"name": name, "arguments": filled}})
+        made.append({"type": "function", **others, "function": {"name": name, "arguments": arguments or {}}})
     return made
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the fields that are null in objects, in any depth."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _ground_truth(value: object, key: str, origin: str) -> _Truth:
@@ -403,6 +422,8 @@ def _extra(
     if both := sorted(key for key in others.keys() & {*(info or {})} if others[key] != (info or {})[key]):
         raise _malformed(origin, f"{both[0]} as a column and in extra_info", "give one of them another name")
     values = {str(key): value for key, value in [*(info or {}).items(), *others.items()]}
+    if "tools" in values:
+        values["tools"] = _without_nulls(values["tools"])
     pairs = ((k, v if isinstance(v, str) else json.dumps(v, default=str)) for k, v in values.items())
     return tuple(pairs), tuple(key for key, value in values.items() if not isinstance(value, str))
 

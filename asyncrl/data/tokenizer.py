@@ -101,10 +101,10 @@ class PromptRenderer:
         asked = f"the prompt of {row.origin}"
         tools = self._tools
         if own := row.tools():
-            if tools is None:
+            if tools is None and self.template.text != TEXT_ALONE:
                 tools = tools_for(own, self.template.parser, self.template.text)
             else:
-                self.template.unused.add("tools (those of the environment are in the prompts)")
+                self.template.unused.add("tools (the prompts have those of the environment, if any)")
         text = self.template.render(row.conversation(), tools, asked=asked, continues=self._continues)
         try:
             text.encode()

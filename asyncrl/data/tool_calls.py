@@ -224,6 +224,13 @@ class ToolPrompt:
     text: str
     in_words: bool = False
 
+    def is_in(self, prompt: str) -> bool:
+        """Whether a prompt names every tool and every parameter: some templates know one form of schemas only."""
+        functions = [schema.get("function", schema) for schema in self.schemas]
+        parameters = [function.get("parameters") or {} for function in functions]
+        keys = (key for each in parameters for key in each.get("properties", each) if key not in ("type", "required"))
+        return all(str(name) in prompt for name in (*(function["name"] for function in functions), *keys))
+
 
 def tools_for(schemas: Sequence[Mapping[str, Any]], parser: CallParser, template: str) -> ToolPrompt:
     """Names the tools through the chat template where it writes calls as `parser` reads them, else in words. Of a

@@ -189,7 +189,9 @@ def _ratio(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     window = max(3, len(run.metrics) // 5)
     own = [v for v in run.series(Metric.LAG_KL.of("0")) if v is not None]
     settings = run.settings
-    is_loose = settings.get("rollout.engine") == "remote" or settings.get("rollout.vllm.quantization")
+    is_loose = settings.get("rollout.engine") == "remote" or any(
+        value for key, value in settings.items() if key.startswith("rollout.") and ("quant" in key or "kv_cache" in key)
+    )
     if own and (apart := median(map(abs, own[:3]))) > (0.3 if is_loose else 0.05):  # the bounds of docs/staleness.md
         yield Diagnosis(
             "bad",
@@ -268,9 +270,16 @@ def _signal(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
         ),
         (Metric.TRUNCATED, 0.3, "Many responses are cut off", "Raise rollout.sampling.max_response_tokens."),
         (Metric.FAILED_SHARE, 0.05, "Groups fail", "See quarantine.jsonl for their errors."),
+        (
+            Metric.REWARD_PART.of("judge.unreadable"),
+            0.2,
+            "Answers of the judge cannot be read",
+            "Correct reward.judge.prompt or pattern; raise its max_tokens or the judge's max_model_len.",
+        ),
     ):
         if (share := _mean(run, metric)) >= limit:
-            yield Diagnosis("warning", title, f"{metric.meaning}: {share:.0%}.", do, (metric,))
+            meaning = metric.meaning if isinstance(metric, Metric) else "share of the trained trajectories"
+            yield Diagnosis("warning", title, f"{meaning}: {share:.0%}.", do, (metric,))
     missing = [line for line in run.metrics if line.get(Metric.LOSS) is None or line.get(Metric.GRAD_NORM) is None]
     if missing:
         evidence = f"Loss or gradient norm is no number in {len(missing)} steps, first {missing[0][Metric.STEP]:.0f}."

@@ -118,9 +118,9 @@ def check_rows(config: RewardConfig, rows: Iterable[PromptRow]) -> None:
 
 
 def _require_text(row: PromptRow) -> None:
-    """Raises ValueError: there is no ground truth, or it is a list or an object."""
+    """Raises ValueError: there is no ground truth, or it is a list, an object, true or false."""
     truth = row.truth()
-    if truth == "" or isinstance(truth, list | dict):
+    if truth == "" or isinstance(truth, list | dict | bool):
         found = f"the ground truth {row.ground_truth[:60]!r}" if truth else "no ground truth"
         do = "add it as a text or a number, or name a reward of your own, which gets row.truth()"
         raise ValueError(explain(f"the reward of {row.origin}", found, do))

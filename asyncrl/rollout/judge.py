@@ -105,7 +105,8 @@ class Judge:
 
     def _unreadable(self, row: PromptRow, found: str, do: str) -> RewardResult:
         if self._config.on_unreadable == "zero":
-            return RewardResult(min((0.0, *self._config.worths.values())), (("unreadable", 1.0),))
+            worst = min if self._config.weight > 0 else max
+            return RewardResult(worst((0.0, *self._config.worths.values())), (("unreadable", 1.0),))
         raise ValueError(explain(f"the judge on a response to {row.origin}", found, do))
 
 

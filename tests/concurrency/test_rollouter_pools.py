@@ -142,7 +142,8 @@ async def test_a_question_over_the_judges_limit_is_worth_the_lowest_answer(tmp_p
         "reward.judge.pattern=(a|b)",
         "reward.judge.answers={a: 1, b: -2}",
         "reward.judge.max_tokens=1",
-        "judge.torch.max_model_len=2",
+        f"reward.judge.prompt='{{response}} {'no ' * 300}'",
+        "judge.torch.max_model_len=257",
     )
     queue = await served("judge", tmp_path, tokenizer, *JUDGE, *keys)
     [group] = queue.put_groups.values()

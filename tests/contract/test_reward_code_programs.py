@@ -152,16 +152,29 @@ def test_what_a_program_defines_is_no_builtin_of_its_tests(own: str, tests: str)
 
 
 @pytest.mark.parametrize(
-    "tests",
+    ("program", "tests", "right"),
     [
-        "assert sum(10, 15) == 25",
-        "assert set([sum(1, 2)]) == set([3])",
-        "from solution import sum\nassert sum(1, 1) == 2",
+        ("def sum(a, b): return a + b", "assert sum(10, 15) == 25", True),
+        ("def sum(a, b): return a - b", "assert sum(10, 15) == 25", False),
+        ("def sum(a, b): return a + b", "from solution import *\nassert set([sum(1, 1)]) == set([2])", True),
+        ("def pow(a, b): return 0\ndef int(a): return 2", "assert pow(int('2'), 3) == 8", False),
+        ("def pow(a, b): return 8", "assert pow(int('2'), 3) == 8", True),
+        ("def max(a, b): return 3", "assert max(abs(-3), 2) == 3", True),
+        ("def abs(x): return x + 1", "assert list(map(abs, [1])) == [2]", True),
+        ("def bisect(a, x): return 7", "assert bisect(list(range(2)), 3) == 7", True),
+        ("from datetime import datetime\ndef f(d): return d.year", "assert f(datetime(2020, 1, 1)) == 2020", True),
+        ("from datetime import datetime\ndef f(d): return d.year", "assert f(datetime.now()) > 2020", True),
+        ("import time\nfrom copy import copy\nf = time.time", "assert copy(f()) <= time.time()", True),
+        (
+            "class TimeoutError(Exception): pass\ndef f(): raise TimeoutError",
+            "try:\n    f()\n    assert False\nexcept TimeoutError:\n    pass",
+            True,
+        ),
+        ("import itertools as np\ndef pow(a, b): return a - b", "assert pow(2, 3) == 8 or np is None", False),
     ],
 )
-def test_a_builtin_that_the_tests_are_about_is_the_programs(tests: str) -> None:
-    assert judge("def sum(a, b):\n    return a + b\ndef set(x):\n    return 0\n", tests) == 1.0
-    assert judge("def sum(a, b):\n    return a - b\ndef set(x):\n    return 0\n", tests) == 0.0
+def test_what_the_tests_are_about_is_the_programs_and_so_is_what_it_imports(program, tests, right) -> None:
+    assert judge(program, tests) == right
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -100,24 +100,37 @@ def replies(before, prompt=""):
         (replies("", "<think>\n"), "<think>\nhm\n</think>\n\nThe ", "<think>\nhm\n</think>\n\nThe "),
         (replies("", "<think>\n"), "<think>hm", "<think>hm"),
         (replies("", "<think>\n"), "hm</think>The", "<think>\nhm</think>The"),
-        (replies("", "<think>\n"), "The answer", "The answer"),
+        (replies("", "<think>\n"), "The answer is ", "The answer is "),
+        (replies("", "<think>\n\n</think>\n\n"), "<think>\n\n</think>\n\nThe ", "<think>\n\n</think>\n\nThe "),
+        (replies("", "{% if '/no' not in messages[0].content %}<think>\n{% endif %}"), "<think>hm", "<think>hm"),
         (replies("<channel>final:"), "The answer", "<channel>final:The answer"),
     ],
 )
 def test_the_start_of_a_reply_is_what_the_policy_would_have_said(template, begun, text):
-    assert text_of([ASKED, {"role": "assistant", "content": begun}], template)[0] == f"[user]Oslo?[assistant]{text}"
+    for asked in (ASKED, {"role": "user", "content": "/no <think>?"}):
+        for more in ({}, {"prefix": True}):
+            found = text_of([asked, {"role": "assistant", "content": begun, **more}], template)[0]
+            assert found == f"[user]{asked['content']}[assistant]{text}"
 
 
 def test_tools_of_a_row_are_in_its_prompt_and_an_unknown_form_is_an_error():
     schema = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-    forms = ([schema], [{"type": "function", "function": schema}], json.dumps([schema]))
+    forms = ([schema], [{"type": "function", "function": schema}], json.dumps([schema]), schema, [json.dumps(schema)])
     texts = {renderer_text({"prompt": [ASKED], "answer": "4", "tools": tools}) for tools in forms}
     assert len(texts) == 1
     assert '"weather"' in texts.pop()
-    assert renderer_text({"prompt": [ASKED], "tools": None}) == renderer_text({"prompt": [ASKED], "tools": "[]"})
-    for other in (["weather"], "weather", {"weather": 1}, 3):
-        with pytest.raises(DataError, match=r"(?s)f:1.*tools is"):
-            renderer_text({"prompt": [ASKED], "tools": other})
+    for other in (None, "[]", ["weather"], "weather", 3):
+        assert renderer_text({"prompt": [ASKED], "tools": other}) == renderer_text({"prompt": [ASKED]})
+    with pytest.raises(DataError, match=r"(?s)f:1.*tools has"):
+        renderer_text({"prompt": [ASKED], "tools": [{"weather": 1}]})
+
+
+def test_tools_of_which_the_template_leaves_out_parameters_are_told_in_words():
+    names = "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}" + RICH
+    flat = {"name": "weather", "parameters": {"city": {"type": "str"}}}
+    for record in ({"prompt": [ASKED], "tools": [flat]}, {"prompt": [ASKED], "extra_info": {"tools": [flat]}}):
+        assert '"city"' in renderer_text(record, names)
+    assert "You can call" not in renderer_text({"prompt": [ASKED], "tools": [flat]}), "this one writes schemas whole"
 
 
 def renderer_text(record, template=QWEN):

@@ -51,6 +51,7 @@ BAD = {
     "message is text": (RECORD | {"prompt": ["hi"]}, "prompt[0] is str 'hi' instead of an object"),
     "no content": (RECORD | {"prompt": [{"role": "user"}]}, "no prompt[0].content"),
     "content is a number": (RECORD | {"prompt": [{"role": "user", "content": [1]}]}, "prompt[0].content[0] is int 1"),
+    "content is blank, and an id": (RECORD | {"prompt": [{"role": "user", "content": "", "id": "1"}]}, "empty role"),
     "content is blank": (RECORD | {"prompt": [{"role": "user", "content": " "}]}, "empty role or content"),
     "no ground truth": (RECORD | {"reward_model": {"style": "rule"}}, "reward_model has no ground_truth"),
     "ground truth is no number": (RECORD | {"reward_model": {"ground_truth": math.nan}}, "float nan, no finite number"),
@@ -146,9 +147,41 @@ def test_conversations_have_a_system_column_and_calls_as_messages() -> None:
     row = parse_record({"conversations": turns, "system": "Be short."}, "f:1")
     assert [m.role for m in row.messages] == ["system", "user", "assistant", "tool"]
     assert row.conversation()[2]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
-    assert row.extra == ()
     row = parse_record({"conversations": [{"from": "system", "value": "A"}, *turns], "system": "B"}, "f:1")
     assert [m.content for m in row.messages][:2] == ["A", "Oslo?"]
+    assert row.extra == (("system", "B"),), "rewards read it still"
+    thinks = {"from": "tool_call", "value": '<think>hm</think>\n[{"name": "weather", "arguments": {"city": "Oslo"}}]'}
+    row = parse_record({"conversations": [turns[0], thinks, *turns[2:]]}, "f:1")
+    assert row.conversation()[1]["reasoning_content"] == "hm"
+    assert row.conversation()[1]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_a_conversation_that_ends_in_a_call_has_it_as_its_truth() -> None:
+    reader = RowReader()
+    called = [{"name": "weather", "arguments": {"city": "Oslo"}}]
+    for last in (SAID, {"from": "function_call", "value": json.dumps(called[0])}):
+        row = reader.record({"messages": [ASKED, last]}, "f:1")
+        assert (row.truth(), len(row.messages)) == (called, 1)
+    assert reader.unused == {"reasoning_content of the last reply"}
+
+
+def test_a_null_of_arrow_is_left_out_and_one_in_json_is_meant() -> None:
+    columns = {"city": {"type": "string", "enum": None}, "n": None}
+    tool = {"name": "weather", "parameters": {"properties": columns}}
+    (schema,) = parse_record({"prompt": "?", "tools": [tool]}, "f:1").tools()
+    assert schema["function"]["parameters"] == {"properties": {"city": {"type": "string"}}}
+    call = {"name": "f", "arguments": '{"a": null}'}
+    assert read([ASKED, {"role": "assistant", "tool_calls": [call]}]).conversation()[1]["tool_calls"][0][
+        "function"
+    ] == {
+        "name": "f",
+        "arguments": {"a": None},
+    }
+
+
+@pytest.mark.parametrize("none", ["", "null", "[]", []])
+def test_no_calls_in_any_form_are_none(none: object) -> None:
+    assert read([{**ASKED, "tool_calls": none}]).messages == (ChatMessage("user", "Oslo?"),)
 
 
 def test_a_prompt_with_a_question_and_an_answer_is_asked_as_a_prompt() -> None:
@@ -206,4 +239,5 @@ def test_columns_that_nothing_uses_are_named() -> None:
     reader = RowReader()
     reader.record(RECORD | {"agent_name": "a"}, "f:1")
     assert reader.unused == {"ability", "agent_name"}
-    assert RowReader().needed([*RECORD, "images", "tools"]) == [*(k for k in RECORD if k != "ability"), "images"]
+    kept = [*(k for k in RECORD if k != "ability"), "images", "tools"]
+    assert RowReader().needed([*RECORD, "images", "tools", "other"]) == kept

@@ -1,6 +1,8 @@
 import json
 import math
 import os
+import resource
+import signal
 import tempfile
 import threading
 import time
@@ -57,6 +59,18 @@ def test_a_pipe_in_place_of_a_file_is_an_error_and_no_wait(tmp_path):
     os.mkfifo(tmp_path / "samples.jsonl")
     with pytest.raises(StorageError, match=r"samples\.jsonl"):
         append_line(tmp_path / "samples.jsonl", "{}")
+
+
+def test_a_line_that_is_written_in_part_is_an_error(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(StorageError, match="of 201 bytes"):
+            append_line(tmp_path / "samples.jsonl", "x" * 200)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("metric", Metric)

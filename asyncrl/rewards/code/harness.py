@@ -20,8 +20,7 @@ EXPORTING = ("collections", "math", "itertools", "functools", "heapq", "bisect",
 """Modules whose exports a program may use without an import; the first that exports a name wins."""
 MODULES = (*EXPORTING, "re", "random", "datetime", "copy", "operator", "statistics", "json", "io", "os", "sys", "time")
 """Modules that a program and its tests may use without an import."""
-ALWAYS_THERE = {*vars(builtins), *MODULES}
-"""Names of which the tests mean the usual object, unless they are what the tests are about."""
+BUILTINS = frozenset(vars(builtins))
 JUDGED = "__asyncrl_judged__"
 """The function that each check of the tests calls; asyncrl.rewards.code.statements inserts the calls."""
 ALIASES = ("program", "solution")
@@ -114,8 +113,8 @@ def test(
 
     given = {name: value for name, value in names.items() if not name.startswith("__")}
     # `def abs` must not replace the builtin in the tests, unless it is what they test.
-    given = {name: value for name, value in given.items() if name not in ALWAYS_THERE or name in wanted}
-    if not given.keys() & set(wanted):
+    given = {name: value for name, value in given.items() if name in wanted or not replaces(name, value)}
+    if all(isinstance(given.get(name, sys), type(sys)) for name in wanted):
         return [0, 0]
     names["__all__"] = list(given)  # of `from program import *`
     for alias in ALIASES:
@@ -124,6 +123,14 @@ def test(
     tests = Tests({**usual(modules), **kept, **given})
     tests.run(marshal.loads(base64.b64decode(code)), candidate)
     return [tests.passed, tests.failed]
+
+
+def replaces(name: str, value: Any) -> bool:
+    """True for a value of the program's own under the name of a builtin or a usual module; exceptions may have one."""
+    is_error = isinstance(value, type) and issubclass(value, BaseException)
+    is_import = isinstance(value, type(sys)) and sys.modules.get(value.__name__) is value
+    is_import = is_import or (name in MODULES and value is getattr(sys.modules.get(name), name, sys))
+    return (name in BUILTINS or name in MODULES) and not is_error and not is_import
 
 
 class Tests:

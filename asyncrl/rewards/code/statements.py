@@ -18,12 +18,28 @@ from functools import lru_cache
 from types import CodeType
 
 from asyncrl.errors import explain
-from asyncrl.rewards.code.harness import ALIASES, ALWAYS_THERE, JUDGED, MODULES, free_names
+from asyncrl.rewards.code.harness import ALIASES, BUILTINS, JUDGED, MODULES, free_names
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SKIPS = {"skip", "skipIf", "skipUnless", "skipif", "skipTest", "xfail", "expectedFailure", "importorskip"}
 _NEEDS_PYTEST = {"fixture", "parametrize", "usefixtures", "given"}
 _HOOKS = {f"{when}_{what}" for when in ("setup", "teardown") for what in ("module", "function")} | {"load_tests"}
+_WRAPPERS = {
+    "set",
+    "list",
+    "tuple",
+    "dict",
+    "frozenset",
+    "sorted",
+    "str",
+    "repr",
+    "bool",
+    "int",
+    "float",
+    "round",
+    "abs",
+}
+_WRAPPERS |= {"len", "all", "any", "max", "min", "map", "zip", "range", "enumerate", "isinstance", "type", "print"}
 _GENERATOR_FLAGS = 0x20 | 0x200
 
 
@@ -62,28 +78,20 @@ def read_statements(text: str, entry_point: str, asked: str) -> Statements:
 
 
 def _taken_names(text: str, tree: ast.Module, entry_point: str) -> frozenset[str]:
-    """A builtin or a module is the program's where the tests say so, or name nothing else that it could define."""
+    """A builtin, or a module whose attributes are used, is the program's only where the tests say so or name nothing
+    else that it could define; then wrappers such as `sorted` are its own only if there is nothing else either."""
+    nodes = list(ast.walk(tree))
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    modules = {*MODULES} - called
     free = {name for name in free_names(text) if not name.startswith("__")}
-    names = free - ALWAYS_THERE | free_names(entry_point)
-    for node in ast.walk(tree):
+    names = free - modules - BUILTINS | free_names(entry_point)
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module in ALIASES:
-            names |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names if alias.name != "*"}
         elif isinstance(node, ast.Import) and any(alias.name in ALIASES for alias in node.names):
-            names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-    return frozenset(name for name in names if not name.startswith("__")) or frozenset(_tested(tree, free))
-
-
-def _tested(tree: ast.Module, free: set[str]) -> set[str]:
-    """Of `free`, the functions that the tests call; in `set(sum(x)) == {1}` only `sum`."""
-    around = {name for name, call in _calls(tree) if {inner for inner, _ in _calls(call)} & free > {name}}
-    return {name for name, _ in _calls(tree)} & free - around
-
-
-def _calls(node: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """The calls by a name, in any depth."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name):
-            yield inner.func.id, inner
+            names |= {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    names = {name for name in names if not name.startswith("__")}
+    return frozenset(names or free - modules - _WRAPPERS or free - modules)
 
 
 def _code_objects(code: CodeType) -> Iterator[CodeType]:
