@@ -30,8 +30,11 @@ _CALL = {"type": "function", "id": "call73910", "function": {"name": "tool7391",
 _ASKED: list[Message] = [{"role": "user", "content": QUESTION}]
 _SAID: list[Message] = [*_ASKED, {"role": "assistant", "content": REPLY}]
 
-TEXT_ALONE = "{% for m in messages %}{{ m.content }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
-"""The template of `model.chat_template=none`."""
+TEXT_ALONE = (
+    "{{ begin if begin and not messages[0].content.startswith(begin) }}"
+    "{% for m in messages %}{{ m.content }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+)
+"""The template of `model.chat_template=none`. `begin`: what the tokenizer puts before a text, such as `<s>`."""
 _USED = {"role", "content", "tool_calls", "tool_call_id"}
 """Fields of messages that are rendered, in words at least, whatever the template."""
 _MARKUP = re.compile(r"(<[^<>\s]*>|\[[^\[\]\s]*\])\s*$")
@@ -55,6 +58,8 @@ class ChatTemplate:
             self._options["enable_thinking"] = model.enable_thinking
         if model.date is not None:  # otherwise transformers gives templates the clock
             self._options["strftime_now"] = datetime.fromisoformat(model.date).strftime
+        if self.text == TEXT_ALONE:
+            self._options["begin"] = _put_before(tokenizer)
         tokens = tokenizer.added_tokens_decoder.values()
         self._specials = [token.content for token in tokens if token.special and len(token.content) > 1]
         self._firsts = {token[:2] for token in self._specials}
@@ -258,6 +263,13 @@ class ChatTemplate:
         """Whether the template renders a tool's result after `reply`."""
         result = {"role": "tool", "name": "tool7391", "tool_call_id": _CALL["id"], "content": _RESULT}
         return _RESULT in self._rendered([*_ASKED, reply, result], **self._variant(with_tools=True))
+
+
+def _put_before(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of the special tokens with which the tokenizer begins a text by itself."""
+    whole, bare = tokenizer.encode(QUESTION), tokenizer.encode(QUESTION, add_special_tokens=False)
+    count = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
+    return "".join(tokenizer.convert_ids_to_tokens(whole[:count]))
 
 
 def _shared(first: str, second: str) -> str:
