@@ -35,6 +35,8 @@ TEXT_ALONE = (
     "{% for m in messages %}{{ m.content }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
 )
 """The template of `model.chat_template=none`. `begin`: what the tokenizer puts before a text, such as `<s>`."""
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""The variables by which templates are told whether to think: Qwen's and GLM's, DeepSeek's and Granite's."""
 _USED = {"role", "content", "tool_calls", "tool_call_id"}
 """Fields of messages that are rendered, in words at least, whatever the template."""
 _MARKUP = re.compile(r"(<[^<>\s]*>|\[[^\[\]\s]*\])\s*$")
@@ -55,7 +57,7 @@ class ChatTemplate:
         self.parser: CallParser = parser_for(parser, self.text)
         self._options: dict[str, Any] = {}
         if model.enable_thinking is not None:
-            self._options["enable_thinking"] = model.enable_thinking
+            self._options |= dict.fromkeys(THINKING_SWITCHES, model.enable_thinking)
         if model.date is not None:  # otherwise transformers gives templates the clock
             self._options["strftime_now"] = datetime.fromisoformat(model.date).strftime
         if self.text == TEXT_ALONE:
@@ -128,6 +130,12 @@ class ChatTemplate:
         call = self._rendered([*_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]).rstrip()
         of_call = [token for token in self._specials if call.endswith(token) and _CALL["function"]["name"] in call]
         return tuple(dict.fromkeys([*reply[-1:], *of_call]))
+
+    @cached_property
+    def obeys_thinking(self) -> bool:
+        """Whether model.enable_thinking changes what the template writes."""
+        switches = (dict.fromkeys(THINKING_SWITCHES, on) for on in (False, True))
+        return len({self._rendered(_ASKED, add_generation_prompt=True, **switch) for switch in switches}) == 2
 
     @cached_property
     def thinking(self) -> Thinking:
