@@ -132,6 +132,15 @@ class ChatTemplate:
         return tuple(dict.fromkeys([*reply[-1:], *of_call]))
 
     @cached_property
+    def inner_end(self) -> str:
+        """The token that ends a reply in the middle of a conversation, if another one ends the last reply (gpt-oss);
+        else empty."""
+        later = self._rendered([*_SAID, *_ASKED]).partition(REPLY)[2]
+        prompt = self._rendered(_ASKED, add_generation_prompt=True).removeprefix(self._rendered(_ASKED))
+        last, inner, opening = (self._added_in(text)[:1] for text in (self.after_reply, later, prompt))
+        return inner[0] if last and inner and inner not in (last, opening) else ""
+
+    @cached_property
     def obeys_thinking(self) -> bool:
         """Whether model.enable_thinking changes what the template writes."""
         switches = (dict.fromkeys(THINKING_SWITCHES, on) for on in (False, True))
