@@ -21,8 +21,8 @@ class ModelConfig:
     """Path of a Jinja chat template that replaces the tokenizer's own. none: prompts are the messages' text alone, for
     base models."""
     enable_thinking: bool | None = None
-    """Passed to the chat template, as `enable_thinking` and as `thinking`; None leaves it out. The plan says if it has no
-    effect."""
+    """Passed to the chat template, as `enable_thinking` and as `thinking`; None leaves it out. The plan says where it
+    has no effect."""
     date: str | None = None
     """Date that chat templates write (Llama 3, gpt-oss), as YYYY-MM-DD. None takes the day on which the run starts, and
     keeps it when the run is resumed."""
