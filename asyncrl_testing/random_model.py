@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,17 @@ def random_qwen3_moe(*, seed: int = 0, **overrides: Any) -> Any:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(config | overrides))).eval().requires_grad_(False)
 
 
+_OTHER_SAMPLING = {
+    "do_sample": True, "repetition_penalty": 5.0, "temperature": 0.1, "top_k": 2, "top_p": 0.1, "min_p": 0.9,
+}  # fmt: skip
+
+
 def write_random_qwen3(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Saves `random_qwen3` with its config below `directory`; returns that directory."""
+    """Saves `random_qwen3` with its config below `directory`; returns that directory. Its generation_config.json asks
+    for a sampling that no request asks for: an engine that follows it is found by its log-probabilities."""
     random_qwen3(seed=seed, **overrides).save_pretrained(directory)
+    file = directory / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | _OTHER_SAMPLING))
     return directory
 
 

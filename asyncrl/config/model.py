@@ -21,7 +21,8 @@ class ModelConfig:
     """Path of a Jinja chat template that replaces the tokenizer's own. none: prompts are the messages' text alone, for
     base models."""
     enable_thinking: bool | None = None
-    """Passed to chat templates that know it (Qwen3); None leaves it out."""
+    """Passed to the chat template, as `enable_thinking` and as `thinking`; None leaves it out. The plan says where it
+    has no effect."""
     date: str | None = None
     """Date that chat templates write (Llama 3, gpt-oss), as YYYY-MM-DD. None takes the day on which the run starts, and
     keeps it when the run is resumed."""
@@ -61,7 +62,7 @@ class ModelPoolConfig:
     """Path of a Jinja chat template that replaces the tokenizer's own. A teacher reads tokens of the policy, and none
     of its own."""
     enable_thinking: bool | None = None
-    """Passed to chat templates that know it (Qwen3); None leaves it out."""
+    """As model.enable_thinking."""
     inference_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Weights and compute of the replicas."""
     num_replicas: PositiveInt = 1

@@ -129,8 +129,9 @@ class Chat:
     def _after_end(self, ids: np.ndarray) -> np.ndarray:
         """`ids` without what ends the last turn: up to the last end token before other text."""
         added, after = self._tokenizer.added_tokens_decoder, 0
+        ends = {*self.ends, self._tokenizer.convert_tokens_to_ids(self._template.inner_end)}
         for number, token in enumerate(ids.tolist()):
-            if token in self.ends:
+            if token in ends:
                 after = number + 1
             elif token not in added and self._tokenizer.decode(token).strip():
                 break

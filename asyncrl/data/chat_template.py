@@ -30,8 +30,13 @@ _CALL = {"type": "function", "id": "call73910", "function": {"name": "tool7391",
 _ASKED: list[Message] = [{"role": "user", "content": QUESTION}]
 _SAID: list[Message] = [*_ASKED, {"role": "assistant", "content": REPLY}]
 
-TEXT_ALONE = "{% for m in messages %}{{ m.content }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
-"""The template of `model.chat_template=none`."""
+TEXT_ALONE = (
+    "{{ begin if begin and not messages[0].content.startswith(begin) }}"
+    "{% for m in messages %}{{ m.content }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+)
+"""The template of `model.chat_template=none`. `begin`: what the tokenizer puts before a text, such as `<s>`."""
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""The variables by which templates are told whether to think: Qwen's and GLM's, DeepSeek's and Granite's."""
 _USED = {"role", "content", "tool_calls", "tool_call_id"}
 """Fields of messages that are rendered, in words at least, whatever the template."""
 _MARKUP = re.compile(r"(<[^<>\s]*>|\[[^\[\]\s]*\])\s*$")
@@ -52,9 +57,11 @@ class ChatTemplate:
         self.parser: CallParser = parser_for(parser, self.text)
         self._options: dict[str, Any] = {}
         if model.enable_thinking is not None:
-            self._options["enable_thinking"] = model.enable_thinking
+            self._options |= dict.fromkeys(THINKING_SWITCHES, model.enable_thinking)
         if model.date is not None:  # otherwise transformers gives templates the clock
             self._options["strftime_now"] = datetime.fromisoformat(model.date).strftime
+        if self.text == TEXT_ALONE:
+            self._options["begin"] = _put_before(tokenizer)
         tokens = tokenizer.added_tokens_decoder.values()
         self._specials = [token.content for token in tokens if token.special and len(token.content) > 1]
         self._firsts = {token[:2] for token in self._specials}
@@ -126,6 +133,21 @@ class ChatTemplate:
         call = self._rendered([*_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]).rstrip()
         of_call = [token for token in self._specials if call.endswith(token) and _CALL["function"]["name"] in call]
         return tuple(dict.fromkeys([*reply[-1:], *of_call]))
+
+    @cached_property
+    def inner_end(self) -> str:
+        """The token that ends a reply in the middle of a conversation, if another one ends the last reply (gpt-oss);
+        else empty."""
+        later = self._rendered([*_SAID, *_ASKED]).partition(REPLY)[2]
+        prompt = self._rendered(_ASKED, add_generation_prompt=True).removeprefix(self._rendered(_ASKED))
+        last, inner, opening = (self._added_in(text)[:1] for text in (self.after_reply, later, prompt))
+        return inner[0] if last and inner and inner not in (last, opening) else ""
+
+    @cached_property
+    def obeys_thinking(self) -> bool:
+        """Whether model.enable_thinking changes what the template writes."""
+        switches = (dict.fromkeys(THINKING_SWITCHES, on) for on in (False, True))
+        return len({self._rendered(_ASKED, add_generation_prompt=True, **switch) for switch in switches}) == 2
 
     @cached_property
     def thinking(self) -> Thinking:
@@ -268,6 +290,13 @@ class ChatTemplate:
         """Whether the template renders a tool's result after `reply`."""
         result = {"role": "tool", "name": "tool7391", "tool_call_id": _CALL["id"], "content": _RESULT}
         return _RESULT in self._rendered([*_ASKED, reply, result], **self._variant(with_tools=True))
+
+
+def _put_before(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of the special tokens with which the tokenizer begins a text by itself."""
+    whole, bare = tokenizer.encode(QUESTION), tokenizer.encode(QUESTION, add_special_tokens=False)
+    count = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
+    return "".join(tokenizer.convert_ids_to_tokens(whole[:count]))
 
 
 def _shared(first: str, second: str) -> str:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 from asyncrl.chat.server import bind, is_local
 from asyncrl.config.checks import require
+from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import is_hub_model, is_place, require_mounted
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.serving import ServeSection, check_key
 from asyncrl.config.threads import local_cores, replica_threads, trainer_threads
 from asyncrl.config.trainer import TrainerConfig
+from asyncrl.data.chat_template import THINKING_SWITCHES, ChatTemplate
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.model_files import cached_facts, check_model, hub_facts
 from asyncrl.data.prompts import RenderedPrompts
@@ -112,6 +114,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
         continues = recipe.data.continue_final_message
         renderer = PromptRenderer(tokenizer, recipe.model, tools, parser=parser, continues=continues)
         notes += [*_end_notes(recipe, tokenizer, renderer), *_parser_notes(recipe, tokenizer)]
+        notes += _thinking_notes(recipe.model, renderer.template, "model")
         notes += _check_other_models(recipe, tokenizer, use_hub=use_hub)
         notes += _check_pools(recipe, tokenizer, use_hub=use_hub) if trains else []
     else:
@@ -239,7 +242,7 @@ def _check_pools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub:
             notes.append(f"{key}.path={path} comes from the hub: it is looked up when the run starts")
             continue
         if key == "judge":
-            load_tokenizer(pool.model, key)
+            notes += _thinking_notes(pool.model, ChatTemplate(load_tokenizer(pool.model, key), pool.model), key)
         facts = facts if facts.is_local else hub_facts(pool.model)
         require_runs(replicas, facts, section=f"{key}.")
         top_k = recipe.algorithm.distillation.top_k
@@ -285,6 +288,12 @@ def _field_notes(renderer: PromptRenderer | None) -> Iterator[str]:
     if renderer is not None and renderer.template.unused:
         names = ", ".join(sorted(renderer.template.unused))
         yield f"the chat template leaves out these fields of messages: {names}"
+
+
+def _thinking_notes(model: ModelConfig, template: ChatTemplate, section: str) -> Iterator[str]:
+    if (asked := model.enable_thinking) is not None and not template.obeys_thinking:
+        names = " or ".join(THINKING_SWITCHES)
+        yield f"{section}.enable_thinking={str(asked).lower()} has no effect: the chat template does not follow {names}"
 
 
 def _end_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, renderer: PromptRenderer) -> Iterator[str]:

@@ -328,7 +328,8 @@ def require_isolation(backend: TrainBackend, spec: TrainerSpec) -> None:
     """Packs a short sequence behind a long one and compares it with itself alone; collective, two short forward passes.
     Replayed routers are left out: the replicas' choices are not known yet.
 
-    Raises ConfigError: another sequence of the row changes it, in a model whose layers look beyond a sequence.
+    Raises ConfigError: another sequence of the row changes it, in a model whose layers look beyond a sequence; or the
+    log-probabilities are not finite.
     """
     if spec.trainer.router_replay == "rollout":
         return
@@ -336,6 +337,10 @@ def require_isolation(backend: TrainBackend, spec: TrainerSpec) -> None:
     long, short = _sequence(rng, _LONG), _sequence(rng, _SHORT)
     both = backend.logprobs(_plan(long, short), {(0, 0): long, (0, 1): short})[0, 1]
     alone = backend.logprobs(_plan(short), {(0, 0): short})[0, 0]
+    if not bool(alone.isfinite().all()):
+        found = "log-probabilities that are not finite: its weights hold NaN or infinity, or its activations overflow"
+        do = "save the weights again; float16 overflows where bfloat16 does not"
+        raise ConfigError(explain(f"train model.path={spec.model.path}", found, do))
     apart = float((both - alone).abs().max())
     bound = _BOUNDS_NATS[getattr(spec.trainer, spec.trainer.backend).param_dtype]
     if not apart <= bound:

@@ -208,7 +208,7 @@ def _unusual(text: Mapping[str, Any]) -> Iterator[str]:
     if activation not in ("silu", "swish"):
         yield f"hidden_act={activation}"
     yield from (f"{key}=true" for key in ("attention_bias", "mlp_bias") if text.get(key))
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}  # as in Hugging Face, where both are there
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default" and not (kind == "llama3" and _LLAMA_3.items() <= rope.items()):
         yield f"rotary positions of kind {kind}"

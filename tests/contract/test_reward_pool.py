@@ -67,6 +67,16 @@ def number(response, row):
     import numpy
     return RewardResult(numpy.float32(0.5), [("half", numpy.float32(0.5))])
 
+def verified(response, row):
+    """math-verify's own limits are signals, which only a main thread gets."""
+    from math_verify import parse, verify
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(0)
+    return float(verify(parse(f"${row.ground_truth}$"), parse(response)))
+
+async def verified_later(response, row):
+    return verified(response, row)
+
 def bare(response, row):
     return "1.0"
 
@@ -181,6 +191,13 @@ async def test_numbers_of_other_libraries_come_back_plain(make, module):
     result = await (await make(f"{module}:number")).score("", ROW)
     assert result == RewardResult(0.5, (("half", 0.5),))
     assert type(result.reward) is float
+
+
+@pytest.mark.parametrize("name", ["verified", "verified_later"])
+async def test_a_reward_may_limit_itself_by_signals(make, module, name):
+    pytest.importorskip("math_verify")
+    pool = await make(f"{module}:{name}")
+    assert [(await pool.score(text, ROW)).reward for text in ("$3+4$", "$8$")] == [1.0, 0.0]
 
 
 async def test_a_worker_imports_nothing_heavy(make, module):

@@ -3,10 +3,11 @@
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -27,6 +28,7 @@ from asyncrl.weights.transports.media import (
     Stage,
     decode_export,
     encode_export,
+    exported,
 )
 from asyncrl.weights.transports.shared_segment import SHARED_MEMORY
 from asyncrl_testing.cuda_driver import FakeDriver
@@ -325,6 +327,14 @@ class TestDeviceMemoryOfIpc:
         fields = {"handle": b"\0\xff", "size": 64, "offset": 512, "counter": b"/torch_1", "counter_offset": 3}
         fields |= {"event": b"", "event_sync": False}
         assert decode_export(encode_export("GPU-1", fields)) == ("GPU-1", fields)
+
+    @pytest.mark.parametrize("fields", [range(8), range(9), range(7), None])
+    def test_a_torch_that_exports_other_fields_cannot_export(self, fields):
+        """Shared memory serves then, as after any other WeightTransferError."""
+        storage = SimpleNamespace() if fields is None else SimpleNamespace(_share_cuda_=lambda: tuple(fields))
+        expected = nullcontext() if fields == range(8) else pytest.raises(WeightTransferError, match="export memory of")
+        with expected:
+            assert list(exported(storage).items()) == list(zip(EXPORTED, range(1, 8), strict=True))
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
     def test_without_a_gpu_nothing_is_exported_or_mapped(self):

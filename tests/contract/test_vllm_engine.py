@@ -5,12 +5,15 @@ import json
 from functools import partial
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Phi3Config
 
 from asyncrl.chat.fields import parsed
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import BadRequest, GenerationError
 from asyncrl.serving.protocol import ChatRequest, forced_call
-from asyncrl_testing.engine_client import Client, make_request, within
+from asyncrl.types.models import settle
+from asyncrl_testing.engine_client import Client, complete, make_request, within
 from asyncrl_testing.random_model import write_random_qwen3
 from tests.engines import SharedEngine, running, vllm_engine
 from tests.serving import byte_tokenizer
@@ -41,6 +44,27 @@ class TestVllmEngine(SharedEngine):
             await client.done()
             assert (len(client.ids), client.finish_reasons) == (4, ["length"])
             assert client.versions == sorted(client.versions)
+
+
+@pytest.mark.slow
+async def test_rotary_factors_follow_the_longest_sequence_as_in_training(tmp_path):
+    """longrope, in a response that is short enough for the short factors."""
+    lists = {"short_factor": [1.0] * 16, "long_factor": [4.0 + i for i in range(16)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, **lists}
+    config = Phi3Config(
+        vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        initializer_range=0.2, max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=rope,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    async with running(vllm_engine(tmp_path, real=True, max_model_len=64, max_num_seqs=4)) as engine:
+        client = await complete(engine, prompt=(5, 6, 7), max_tokens=8)
+    settle(config, 64)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 6, 7, *client.ids]])).logits[0, 2:-1]
+    assert client.logprobs == pytest.approx(logits.log_softmax(-1)[range(8), client.ids].tolist(), abs=1e-3)
 
 
 @pytest.mark.slow

@@ -108,7 +108,10 @@ def test_rotary_factors_follow_the_longest_sequence_of_the_replicas_not_the_neig
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     lease = random_lease(0, max_response=30)
     found = build(tmp_path, max_model_len=max_model_len).logprobs(lease.plans()[0], lease.trajectories)
-    config.rope_parameters |= {"short_factor": [factor] * 4, "long_factor": [factor] * 4}
+    factors = {"short_factor": [factor] * 4, "long_factor": [factor] * 4}
+    served = serve(ModelConfig(path=str(tmp_path)), CPU, real_weights=True, seed=0, max_model_len=max_model_len)
+    assert factors.items() <= served.config.rope_parameters.items(), "in the embedded engine too"
+    config.rope_parameters |= factors
     model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32)
     for key, trajectory in lease.trajectories.items():
         with torch.no_grad():

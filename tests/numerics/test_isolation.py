@@ -35,3 +35,11 @@ def test_a_model_that_mixes_the_sequences_of_a_row_is_refused(backend, tmp_path,
     backend._policy.causal_lm.model.embed_tokens.register_forward_hook(hook)
     with pytest.raises(ConfigError, match=r"(?s)do not see each other.*behind 256 other tokens, .* nats"):
         require_isolation(backend, trainer_spec(tmp_path))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named_as_the_cause(backend, tmp_path, value):
+    with torch.no_grad():
+        backend._policy.causal_lm.model.layers[-1].mlp.up_proj.weight.fill_(value)
+    with pytest.raises(ConfigError, match=r"(?s)train model\.path=.*not finite: its weights hold NaN or infinity"):
+        require_isolation(backend, trainer_spec(tmp_path))

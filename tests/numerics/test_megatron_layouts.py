@@ -28,6 +28,7 @@ BUDGET = 40
 SHAPE = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
+    "attention_dropout": 0.1,
 }  # fmt: skip
 DEADLINE_S = 280
 LAYOUTS = {

@@ -57,7 +57,7 @@ def test_an_entropy_bonus_alone_raises_entropy(path):
 def test_the_rate_falls_over_the_run(path):
     backend = build(path, total_steps=4, schedule="cosine", min_lr_fraction=0.1)
     rates = [
-        backend.train_step(plan_of(lease), lease.trajectories).lr
+        backend.train_step(plan_of(lease, num_minibatches=2), lease.trajectories).lr
         for lease in (random_lease(2, step=s) for s in (0, 2, 4))
     ]
     assert rates == pytest.approx([1e-3, 0.55e-3, 1e-4])

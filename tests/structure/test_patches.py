@@ -163,7 +163,7 @@ EXEMPT = (
     Exempt(
         "weights/transports/media.py",
         "torch.multiprocessing shares memory of a GPU only through queues to processes that it has started.",
-        ("uses self.data.untyped_storage()._share_cuda_", "uses torch.UntypedStorage._new_shared_cuda"),
+        ("uses storage._share_cuda_", "uses torch.UntypedStorage._new_shared_cuda"),
     ),
     Exempt(
         "weights/transports/process_group.py",

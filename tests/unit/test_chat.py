@@ -49,6 +49,24 @@ def test_a_turn_is_what_the_template_writes_after_the_reply(results):
     assert ids[0] != said[-1], "the end of the reply is not written twice"
 
 
+@pytest.mark.parametrize(
+    ("last", "inner", "turn"),
+    [
+        ("</s>", "<|im_end|>", "</s><|im_start|>user go on"),  # as gpt-oss: the policy's own end stays
+        ("<unk></s>", "<unk></s>", "<unk></s><|im_start|>user go on"),  # as Cohere: two tokens end a reply
+        ("</s>", "", "</s><|im_start|>user go on"),
+    ],
+)
+def test_a_reply_ends_once_whatever_the_template_writes_in_the_middle(last, inner, turn):
+    ends = f"{{{{ ('{last}' if loop.last else '{inner}') if m.role == 'assistant' else '<|im_end|>' }}}}"
+    template = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}" + ends + "{% endfor %}"
+    chat = chat_with(template + "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}", "</s>")
+    said = chat.encode(last)
+    ids = chat.next_turn(said, [{"role": "user", "content": "go on"}])
+    text = chat._tokenizer.decode([*said, *ids])
+    assert text == turn + "<|im_end|><|im_start|>assistant "
+
+
 def test_a_reply_that_was_cut_off_gets_its_end():
     chat = chat_with(QWEN)
     new = [{"role": "user", "content": "go on"}]

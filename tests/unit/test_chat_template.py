@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat import Chat
-from asyncrl.data.chat_template import QUESTION, ChatTemplate
+from asyncrl.data.chat_template import QUESTION, TEXT_ALONE, ChatTemplate
 from asyncrl.data.rows import Thinking, parse_record
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
 from asyncrl.errors import DataError
@@ -253,6 +254,30 @@ def test_a_base_model_is_trained_on_the_text_alone(tmp_path):
     assert (renderer.text(whole), renderer.begins_thinking(whole)) == (whole.messages[0].content, True)
     chat = Chat(tokenizer, model)
     assert chat.decode(chat.next_turn(chat.encode("4"), [{"role": "user", "content": "3+3="}])) == "\n3+3="
+
+
+@pytest.mark.parametrize(
+    ("template", "adds", "prompt"),
+    [
+        ("{{ bos_token }}" + PLAIN, True, "<unk>[user] Oslo?[assistant]"),  # template and tokenizer both add it
+        (PLAIN, True, "[user] Oslo?[assistant]"),  # a template that writes none is believed
+        (TEXT_ALONE, True, "<unk>Oslo?"),
+        (TEXT_ALONE, False, "Oslo?"),
+    ],
+)
+def test_a_prompt_begins_with_one_bos_at_most(template, adds, prompt):
+    tokenizer = tokenizer_with(template, "<|im_end|>")
+    tokenizer.bos_token = "<unk>"
+    if adds:
+        both = TemplateProcessing(single="<unk> $A <|im_end|>", special_tokens=[("<unk>", 0), ("<|im_end|>", 2)])
+        tokenizer.backend_tokenizer.post_processor = both
+    row, chat = parse_record({"prompt": [ASKED], "answer": "4"}, "f:1"), Chat(tokenizer, MODEL)
+    expected = tokenizer.encode(prompt, add_special_tokens=False)
+    assert PromptRenderer(tokenizer, MODEL).prompt_ids(row).tolist() == chat.prompt([ASKED]).tolist() == expected
+    assert tokenizer.bos_token_id not in chat.next_turn(chat.encode("Sun."), [ASKED])
+    if template == TEXT_ALONE:
+        written = parse_record({"prompt": "<unk>Oslo?", "answer": "4"}, "f:1")
+        assert PromptRenderer(tokenizer, MODEL).prompt_ids(written).tolist().count(tokenizer.bos_token_id) == 1
 
 
 def test_a_conversation_with_tools_stays_with_the_template_for_tools():

@@ -50,13 +50,15 @@ def test_a_prompt_ends_where_the_assistant_begins(tmp_path: Path) -> None:
     assert prompt.tolist() == ids("<user>", "a", "b", "<end>", "<assistant>")
 
 
-def test_thinking_is_passed_only_when_set(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    ends = {}
-    for flag in (None, False, True):
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_thinking_is_passed_only_when_set_to_every_turn(tmp_path: Path, switch: str) -> None:
+    template = TEMPLATE.replace("m.role != 'user'", "false").replace("enable_thinking", switch)
+    save_tokenizer(tmp_path, template)
+    for flag, end in ((None, "<assistant>"), (False, "c"), (True, "<think>")):
         model = ModelConfig(path=str(tmp_path), enable_thinking=flag)
-        ends[flag] = renderer_of(model).prompt_ids(row("a"))[-1]
-    assert ends == {None: ids("<assistant>")[0], False: ids("c")[0], True: ids("<think>")[0]}
+        chat, asked = Chat(load_tokenizer(model), model), [{"role": "user", "content": "b"}]
+        prompts = renderer_of(model).prompt_ids(row("a")), chat.prompt(asked)
+        assert [found[-1] for found in (*prompts, chat.next_turn(prompts[0], asked))] == ids(end) * 3
 
 
 def test_a_template_file_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def test_what_is_not_supported_is_refused_by_name(make, words):
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "kind yarn"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}}, "kind longrope"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "kind llama3"),
     ],
 )

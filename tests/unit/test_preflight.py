@@ -40,6 +40,13 @@ def test_dropout_that_the_files_ask_for_is_named(checked) -> None:
     assert not any("trained without" in line for line in checked(config='{"resid_pdrop": 0.0}'))
 
 
+def test_a_template_that_does_not_follow_enable_thinking_is_noted(checked) -> None:
+    thinks = QWEN + "{%- if add_generation_prompt and not thinking | default(true) %}<think></think>{%- endif %}"
+    for template, asked, is_noted in ((QWEN, "false", True), (QWEN, "null", False), (thinks, "true", False)):
+        lines = "\n".join(checked(f"model.enable_thinking={asked}", template=template))
+        assert (f"model.enable_thinking={asked} has no effect" in lines) == is_noted
+
+
 def test_rows_that_the_reward_cannot_judge_are_named(checked) -> None:
     checked("reward.function=numeric")
     with pytest.raises(DataError, match=r"(?s)train\.jsonl:2.*'many' is no number"):

@@ -124,11 +124,10 @@ class CudaMedium:
         try:
             self.data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             self.synchronize()
-            _, *fields = self.data.untyped_storage()._share_cuda_()
             uuid = str(torch.cuda.get_device_properties(self.data.device).uuid)
         except (RuntimeError, AssertionError) as error:
             raise _cannot(f"export {nbytes} bytes of {device}", error) from error
-        self._description = encode_export(uuid, dict(zip(EXPORTED, fields, strict=True)))
+        self._description = encode_export(uuid, exported(self.data.untyped_storage()))
 
     def describe(self) -> str:
         return self._description
@@ -161,7 +160,7 @@ class CudaMapping:
         try:
             storage = torch.UntypedStorage._new_shared_cuda(source, *fields.values())
             self.data = torch.empty(0, dtype=torch.uint8, device=self._source).set_(storage)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
             raise _cannot(asked, error) from error
 
     def synchronize(self) -> None:
@@ -171,6 +170,15 @@ class CudaMapping:
 
     def close(self) -> None:
         self.data = torch.empty(0, dtype=torch.uint8)
+
+
+def exported(storage: Any) -> dict[str, Any]:
+    """The fields `EXPORTED` of a storage on a GPU. Raises WeightTransferError: torch cannot, or exports others."""
+    try:
+        _, *fields = storage._share_cuda_()
+        return dict(zip(EXPORTED, fields, strict=True))
+    except (RuntimeError, AttributeError, ValueError) as error:
+        raise _cannot(f"export memory of a GPU by torch {torch.__version__}", error) from error
 
 
 def encode_export(uuid: str, fields: dict[str, Any]) -> str:
