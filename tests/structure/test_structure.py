@@ -51,7 +51,7 @@ WITHIN_FOUNDATION = {
     "remote": {"errors"},
     "config": {"errors", "ranges"},
     "types": {"ranges"},
-    "json_records": {"ranges"},
+    "json_records": {"errors", "ranges"},
 }
 TOP = {"driver", "commands", "loop"}
 HEAVY = ("torch", "ray", "vllm", "sglang", "megatron", "transformers", "datasets", "wandb")
