@@ -129,7 +129,7 @@ class Chat:
     def _after_end(self, ids: np.ndarray) -> np.ndarray:
         """`ids` without what ends the last turn: up to the last end token before other text."""
         added, after = self._tokenizer.added_tokens_decoder, 0
-        ends = {*self.ends, self._tokenizer.convert_tokens_to_ids(self._template.inner_end)}
+        ends = self.ends.union(self._tokenizer.encode(self._template.inner_end, add_special_tokens=False))
         for number, token in enumerate(ids.tolist()):
             if token in ends:
                 after = number + 1

@@ -178,7 +178,7 @@ def exported(storage: Any) -> dict[str, Any]:
         _, *fields = storage._share_cuda_()
         return dict(zip(EXPORTED, fields, strict=True))
     except (RuntimeError, AttributeError, ValueError) as error:
-        raise _cannot(f"export memory of a GPU by torch {torch.__version__}", error) from error
+        raise _cannot("export memory of a GPU", error) from error
 
 
 def encode_export(uuid: str, fields: dict[str, Any]) -> str:
