@@ -49,6 +49,15 @@ class RemoteRewardConfig:
         require_url("reward.remote.url", self.url)
 
 
+@section("reward.reasoning_gym.")
+class ReasoningGymRewardConfig:
+    """Reward reasoning_gym."""
+
+    answer: Literal["tags", "boxed", "last_number", "whole"] = "tags"
+    """Where a response has its answer: between the last <answer> tags, in the last \\boxed{}, its last number, or all of
+    it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewardConfig:
     """A reward of all responses to a prompt together, added to the reward of each response, in training only."""
@@ -161,6 +170,7 @@ class RewardConfig:
     code: CodeRewardConfig = field(default_factory=CodeRewardConfig)
     """Settings of reward code."""
     remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
+    reasoning_gym: ReasoningGymRewardConfig = field(default_factory=ReasoningGymRewardConfig)
     """Settings of reward remote."""
     group: GroupRewardConfig = field(default_factory=GroupRewardConfig)
     """A reward that sees a whole group."""

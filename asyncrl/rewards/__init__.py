@@ -19,6 +19,7 @@ from asyncrl.rewards.custom import CustomReward, as_reward
 from asyncrl.rewards.math import check_truth, math_reward
 from asyncrl.rewards.multiple_choice import multiple_choice_reward, true_letter
 from asyncrl.rewards.numeric import NumericReward, true_number
+from asyncrl.rewards.reasoning_gym import ReasoningGymReward, check_entry
 from asyncrl.rewards.remote import RemoteReward
 from asyncrl.rewards.reward import RewardFunction, RewardResult
 from asyncrl.rewards.text import RegexReward, exact_reward, zero_reward
@@ -29,6 +30,7 @@ REWARDS: dict[str, Callable[[RewardConfig], RewardFunction]] = {
     "math": lambda config: math_reward,
     "multiple_choice": lambda config: multiple_choice_reward,
     "numeric": NumericReward,
+    "reasoning_gym": ReasoningGymReward,
     "regex": RegexReward,
     "remote": RemoteReward,
     "zero": lambda config: zero_reward,
@@ -40,6 +42,7 @@ _CHECKS: dict[str, Callable[[PromptRow], object]] = {
     "math": check_truth,
     "multiple_choice": true_letter,
     "numeric": true_number,
+    "reasoning_gym": check_entry,
 }
 
 _OF_TEXTS = ("exact", "math", "multiple_choice", "numeric", "regex")
