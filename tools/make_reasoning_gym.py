@@ -10,6 +10,7 @@ write the same bytes again. Reward `reasoning_gym` judges the rows.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,7 @@ def rows(task: Task, number: int, seed: int) -> Iterator[dict[str, Any]]:
 def shares(total: int, tasks: Sequence[Task]) -> list[int]:
     """`total` rows, split by the weights."""
     ends = [sum(task.weight for task in tasks[:n]) / sum(task.weight for task in tasks) for n in range(len(tasks) + 1)]
-    return [round(total * b) - round(total * a) for a, b in zip(ends, ends[1:], strict=False)]
+    return [round(total * b) - round(total * a) for a, b in itertools.pairwise(ends)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

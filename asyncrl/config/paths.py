@@ -14,6 +14,7 @@ _GSM8K = "python tools/make_arithmetic_dataset.py --schema gsm8k --out data"
 _TOOL = "python tools/make_tool_task.py"
 _INTERLEAVED = "python tools/make_tool_task.py --task interleaved"
 _CODE = "python tools/make_tool_task.py --task code"
+_REAL = "make real-model"
 MADE_BY = {
     "runs/tiny-qwen3": _TINY,
     "data/arithmetic_train.jsonl": _SUMS,
@@ -29,6 +30,9 @@ MADE_BY = {
     "runs/tiny-code-qwen3": _CODE,
     "data/code_train.jsonl": _CODE,
     "data/code_test.jsonl": _CODE,
+    "runs/smollm2-135m-instruct": _REAL,
+    "data/chain_sum_train.jsonl": _REAL,
+    "data/chain_sum_test.jsonl": _REAL,
 }
 """Path below the root of the checkout -> the command that makes it."""
 FOLDERS = ("runs", "data", "models", "datasets", "checkpoints", "outputs", "exports")

@@ -54,7 +54,7 @@ class ReasoningGymRewardConfig:
     """Reward reasoning_gym."""
 
     answer: Literal["tags", "boxed", "last_number", "whole"] = "tags"
-    """Where a response has its answer: between the last <answer> tags, in the last \\boxed{}, its last number, or all of
+    """What of a response is its answer: the text in the last <answer> tags or the last box, its last number, or all of
     it."""
 
 

@@ -36,8 +36,14 @@ def check_model(path: str, key: str = "model.path") -> ModelFacts:
             raise ConfigError(explain(asked, found, "save the model's tokenizer into the directory"))
         return facts
     if directory.exists():
-        raise ConfigError(explain(asked, "a file", "name the directory that holds config.json"))
+        raise ConfigError(explain(asked, "a file", _how_to_convert(directory) or "name the directory with config.json"))
     return ModelFacts(path, is_local=False)
+
+
+def _how_to_convert(*files: Path) -> str:
+    """What makes a directory of the first GGUF file; empty if there is none."""
+    found = [file for file in files if file.suffix == ".gguf"]
+    return f"make a model of the GGUF file: python tools/convert_gguf.py {found[0]} --out DIRECTORY" if found else ""
 
 
 def hub_facts(model: ModelConfig) -> ModelFacts:
@@ -70,7 +76,8 @@ def cached_facts(model: ModelConfig) -> ModelFacts | None:
 
 def _read_config(path: str, asked: str, file: Path) -> ModelFacts:
     if not file.is_file():
-        raise ConfigError(explain(asked, "no config.json in it", "name a directory in Hugging Face format"))
+        do = _how_to_convert(*file.parent.glob("*.gguf")) or "name a directory in Hugging Face format"
+        raise ConfigError(explain(asked, "no config.json in it", do))
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

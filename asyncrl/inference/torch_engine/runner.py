@@ -16,6 +16,7 @@ from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.engines import unsupported_by_torch
 from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, SlotCache, slot_attention
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
+from asyncrl.inference.torch_engine.sampling import log_softmax
 from asyncrl.inference.torch_engine.slots import Moves
 from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, misfit, settle
 from asyncrl.weights.experts import routers_of
@@ -156,7 +157,7 @@ class ModelRunner:
                 low, high = max(first, start - 1), min(stop, len(sequence) - 1)
                 if low < high:
                     targets = torch.from_numpy(sequence[low + 1 : high + 1].astype(np.int64)).to(self._device)
-                    logprobs = torch.log_softmax(logits[row, low - first : high - first].float(), dim=-1)
+                    logprobs = log_softmax(logits[row, low - first : high - first].float())
                     found[row].append((logprobs.gather(1, targets[:, None])[:, 0], *logprobs.topk(tops[row])))
         return [_scored(parts) for parts in found]
 
