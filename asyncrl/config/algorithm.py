@@ -392,6 +392,16 @@ class AlgorithmConfig:
     def needs_reference(self) -> bool:
         return self.kl.coefficient > 0
 
+    @property
+    def learns_by_advantage(self) -> bool:
+        """True if a trajectory whose advantage is 0 has gradient 0: no other term is minimised, and no advantage is
+        computed or shifted in the trainer."""
+        spec = ADVANTAGES[self.advantage]
+        is_shifted = spec.scope == "token" or spec.needs_teacher or (spec.whitens and self.gae.whiten)
+        by_loss = self.kl.coefficient > 0 and self.kl.place == "loss"
+        others = self.distillation.coefficient or self.entropy_coefficient or self.router_aux_coefficient
+        return not (is_shifted or by_loss or others)
+
 
 def _those(known: Mapping[str, object], what: str) -> str:
     """The names of the parts whose property `what` is true."""

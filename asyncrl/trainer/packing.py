@@ -28,7 +28,8 @@ class PackingRules:
     `num_minibatches`: updates per epoch, among which groups are distributed at random. `num_epochs`: passes over the
     lease. `seed`: of the run. `fixed_tokens`: divisor of aggregation fixed. `share_prompts`: sequences of a group in
     one micro-batch share the computation of their prompt. `fills`: micro-batches are filled regardless of length, for
-    attention without padding."""
+    attention without padding. `skips_silent`: sequences with advantage 0 have gradient 0 and micro-batches of their
+    own."""
 
     num_plans: int
     max_tokens_per_microbatch: int
@@ -39,6 +40,7 @@ class PackingRules:
     fixed_tokens: int = 1
     share_prompts: bool = False
     fills: bool = False
+    skips_silent: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> PackingRules:
@@ -52,6 +54,7 @@ class PackingRules:
             fixed_tokens=recipe.algorithm.fixed_tokens or recipe.longest_response_tokens,
             share_prompts=_shares_prompts(recipe),
             fills=_pads_nothing(recipe) and not _shares_prompts(recipe),
+            skips_silent=recipe.trainer.backend == "fsdp" and recipe.algorithm.learns_by_advantage,
         )
 
 
@@ -118,7 +121,11 @@ def plan_step(manifest: LeaseManifest, advantages: Sequence[np.ndarray], rules: 
             )
     updates = [_update(part, rules) for part in _minibatches(sequences, manifest.step, rules)]
     return tuple(
-        RankPlan(step=manifest.step, updates=tuple(update[rank] for update in updates))
+        RankPlan(
+            step=manifest.step,
+            updates=tuple(update[rank] for update, _ in updates),
+            silent=tuple(silent for _, silent in updates),
+        )
         for rank in range(rules.num_plans)
     )
 
@@ -134,11 +141,22 @@ def _minibatches(groups: list[list[TrainSequence]], step: int, rules: PackingRul
             yield [s for place in places[start:stop] for s in ordered[place]]
 
 
-def _update(sequences: list[TrainSequence], rules: PackingRules) -> list[tuple[Microbatch, ...]]:
-    """The micro-batches of each rank."""
+def _update(sequences: list[TrainSequence], rules: PackingRules) -> tuple[list[tuple[Microbatch, ...]], int]:
+    """The micro-batches of each rank, and how many of the first are silent."""
     weigh = _token_weight(sequences, rules)
     weighed = [replace(s, token_weight=weigh(s)) for s in sequences]
-    families = _families(weighed, rules.num_plans) if rules.share_prompts else [[s] for s in weighed]
+    taught = [s for s in weighed if s.advantage or not rules.skips_silent]
+    if len(taught) in (0, len(weighed)):  # one backward pass at least, for the gradient 0
+        return _packed(weighed, rules), 0
+    silent = _packed([s for s in weighed if not s.advantage], rules)
+    # They come first: the last pass of an update must be a backward pass, which frees the gathered weights.
+    parts = zip(silent, _packed(taught, rules), strict=True)
+    return [(*first, *rest) for first, rest in parts], len(silent[0])
+
+
+def _packed(sequences: list[TrainSequence], rules: PackingRules) -> list[tuple[Microbatch, ...]]:
+    """The micro-batches of each rank, equally many."""
+    families = _families(sequences, rules.num_plans) if rules.share_prompts else [[s] for s in sequences]
     cut = _filled if rules.fills else _runs
     ranks = [cut(rank, rules.max_tokens_per_microbatch) for rank in _balance(families, rules.num_plans)]
     # The fullest rank sets the count for all: forward passes are collective.

@@ -38,13 +38,15 @@ TrajectoryKey = tuple[int, int]
 class RankPlan:
     """The work of the ranks of one data-parallel index in one step: their micro-batches, update by update.
 
-    Every plan has the same number of updates, and of micro-batches in each.
+    Every plan has the same number of updates, and of micro-batches in each. `silent`: for each update, how many of its
+    first micro-batches have gradient 0 on every rank and need no backward pass; empty: none.
     `correction_bounds`: 1, or a share that brings the bounds of the corrections closer (`AlgorithmConfig.closer`).
     """
 
     step: int
     updates: tuple[tuple[Microbatch, ...], ...]
     correction_bounds: float = 1.0
+    silent: tuple[int, ...] = ()
 
     @property
     def microbatches(self) -> tuple[Microbatch, ...]:

@@ -49,12 +49,12 @@ class Trained(Generic[Output]):
         return [self._forward(tokens) for tokens in batches]
 
     def forward_backward(
-        self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: bool
+        self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: Sequence[bool]
     ) -> list[Part]:
         found = []
         for at, tokens in enumerate(batches):
             self._reduce(is_last=at == len(batches) - 1)
-            found.append(self._part(at, tokens, loss_function, learns=learns))
+            found.append(self._part(at, tokens, loss_function, learns=learns[at]))
         return found
 
     def _reduce(self, *, is_last: bool) -> None:

@@ -145,7 +145,7 @@ class PipelineTrained(PipelineFrozen[Output]):
             chunk.train(mode)
 
     def forward_backward(
-        self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: bool
+        self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: Sequence[bool]
     ) -> list[Part]:
         """See `Model`."""
         found: dict[int, Part] = {}
@@ -155,8 +155,8 @@ class PipelineTrained(PipelineFrozen[Output]):
             found[at] = part.detached()
             return part.loss
 
-        with torch.set_grad_enabled(learns):
-            routing = self._run(batches, use, learns=learns)
+        with torch.set_grad_enabled(any(learns)):
+            routing = self._run(batches, use, learns=any(learns))
         parts = self._of_all_stages([found[at] for at in sorted(found)], len(batches), batches[0].input_ids.device)
         return [_with_balance(*one) for one in zip(parts, batches, routing, strict=True)]
 

@@ -95,7 +95,8 @@ class TrainingStep:
         totals, norms, critic_norms, skipped = StepTotals(self._device), [], [], 0
         for number, (update, ready) in enumerate(zip(plan.updates, prepared, strict=True), start=1):
             batches = [self._pack(microbatch, trajectories, step=plan.step) for microbatch in update]
-            loss = self._gradients(batches, ready, totals, learns=learns)
+            silent = plan.silent[number - 1] if plan.silent else 0
+            loss = self._gradients(batches, ready, totals, learns=learns, silent=silent)
             norms.append(policy.clip_gradients())
             if critic is not None:
                 critic_norms.append(critic.clip_gradients())
@@ -137,14 +138,21 @@ class TrainingStep:
             model.train(mode)
 
     def _gradients(
-        self, batches: Sequence[PackedBatch], ready: Sequence[Prepared], totals: StepTotals, *, learns: bool
+        self,
+        batches: Sequence[PackedBatch],
+        ready: Sequence[Prepared],
+        totals: StepTotals,
+        *,
+        learns: bool,
+        silent: int,
     ) -> torch.Tensor:
         """Forward and backward through one update; returns this rank's part of the minimised loss, including the
-        critic's, [] float64. `learns`: True trains the policy; False trains only the critic."""
+        critic's, [] float64. `learns`: True trains the policy; False trains only the critic. `silent`: as in
+        `RankPlan`."""
         parts = self._models.policy.forward_backward(
             [self._balanced(batch, prepared) for batch, prepared in zip(batches, ready, strict=True)],
             lambda at, output: Part(*self._objective(self._inputs(batches[at], ready[at], output))),
-            learns=learns,
+            learns=[learns and at >= silent for at in range(len(batches))],
         )
         parts = [self._with_balance(part, prepared) for part, prepared in zip(parts, ready, strict=True)]
         for part, batch, prepared in zip(parts, batches, ready, strict=True):
@@ -154,7 +162,7 @@ class TrainingStep:
             critic_parts = self._models.critic.forward_backward(
                 [batch.tokens for batch in batches],
                 lambda at, values: self._critic_part(batches[at], ready[at], values),
-                learns=True,
+                learns=[True] * len(batches),
             )
             for part in critic_parts:
                 totals.add_sums(part.seen.sums)

@@ -74,7 +74,7 @@ class Model(FrozenModel[Output], Protocol[Output]):
         ...
 
     def forward_backward(
-        self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: bool
+        self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: Sequence[bool]
     ) -> list[Part]:
         """Adds the gradient of the sum of all losses, over the micro-batches of all data-parallel ranks, to the
         gradients; returns the detached parts in the order of `batches`.
@@ -88,7 +88,8 @@ class Model(FrozenModel[Output], Protocol[Output]):
         own layers.
 
         Args:
-            learns: False computes the parts without gradient.
+            learns: for each micro-batch; False computes its part without gradient, which a backend may do too where
+                other micro-batches learn: the gradient is 0. The same on all ranks.
         """
         ...
 
