@@ -23,16 +23,19 @@ from transformers import (
 )
 
 from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
+from asyncrl.config.load import presets
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.inference.torch_engine.runner import load_model as serve
 from asyncrl.trainer.fsdp.model import Kernels, choose_attention, load_model
 from asyncrl.trainer.fsdp.optimizer import build_optimizer
+from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.step.batch import pack
 from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 from asyncrl.weights.experts import unfused
 from asyncrl_testing.backend_suite import random_lease, weights_of
+from tests.make import quickstart
 from tests.numerics import one_rank
 from tests.numerics.one_rank import CPU, single_logprobs
 
@@ -170,6 +173,30 @@ def test_neither_budget_nor_order_of_microbatches_matters(model_paths):
         assert metrics.grad_norm == pytest.approx(steps[0][1].grad_norm, rel=1e-5)
         assert metrics.mean("train/entropy") == pytest.approx(steps[0][1].mean("train/entropy"), rel=1e-5)
         assert metrics.ratio_max == pytest.approx(steps[0][1].ratio_max, rel=1e-5)
+
+
+BY_ADVANTAGE = {
+    name: found
+    for name in presets()
+    if (found := quickstart(f"algorithm.preset={name}", "algorithm.kl.coefficient=0").algorithm).learns_by_advantage
+}
+
+
+@pytest.mark.parametrize("preset", BY_ADVANTAGE)
+def test_a_step_that_leaves_out_backward_passes_makes_exactly_the_same_update(model_paths, preset):
+    lease = random_lease(5)
+    advantages = [values * (number % 2) for number, values in enumerate(lease.advantages)]
+    rules = PackingRules(num_plans=1, max_tokens_per_microbatch=64, skips_silent=True)
+    (plan,) = plan_step(lease.manifest, advantages, rules)
+    assert 0 < plan.silent[0] < len(plan.updates[0])
+    found = []
+    for each in (plan, replace(plan, silent=())):
+        backend = build(model_paths / "qwen3", BY_ADVANTAGE[preset])
+        found.append((backend.train_step(each, lease.trajectories), weights_of(backend)))
+    (metrics, weights), (whole, expected) = found
+    assert metrics == whole
+    for key, weight in weights.items():
+        np.testing.assert_array_equal(weight, expected[key], err_msg=key)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

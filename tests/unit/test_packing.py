@@ -291,3 +291,20 @@ def test_long_and_short_sequences_fill_a_microbatch_together():
 )
 def test_microbatches_are_filled_where_attention_pads_nothing(overrides, fills):
     assert PackingRules.of(quickstart(*overrides)).fills == fills
+
+
+@given(leases, ranks, budgets, st.data())
+def test_what_teaches_nothing_comes_first_on_every_rank_and_nothing_else_does(groups, num_plans, budget, data):
+    manifest, advantages = lease(groups)
+    advantages = [values * data.draw(st.sampled_from([0.0, 1.0])) for values in advantages]
+    rules = PackingRules(num_plans=num_plans, max_tokens_per_microbatch=budget, skips_silent=True)
+    plans = plan_step(manifest, advantages, rules)
+    every = plan_step(manifest, advantages, replace(rules, skips_silent=False))
+    assert [p.silent for p in every] == [(0,)] * num_plans
+    assert len({(plan.silent, *map(len, plan.updates)) for plan in plans}) == 1, "passes are collective"
+    weights = [{(s.ordinal, s.index): s.token_weight for p in made for s in planned(p)} for made in (plans, every)]
+    assert weights[0] == weights[1], "each token has its share as before"
+    taught = [s.advantage != 0 for plan in plans for run in plan.updates[0][plan.silent[0] :] for s in run]
+    silent = [s.advantage != 0 for plan in plans for run in plan.updates[0][: plan.silent[0]] for s in run]
+    assert not any(silent)
+    assert all(taught) or not any(taught), "a step that teaches nothing has one backward pass"
