@@ -69,6 +69,8 @@ class Audit:
         self.rollbacks: list[Rollback] = []
         self.troubles: Counter[str] = Counter()
         self.recoveries: Counter[str] = Counter()
+        self._lost: set[int | None] = set()
+        """Replicas that have failed."""
         self.replaced: Counter[str] = Counter()
         """Writer -> its lines that were ignored, because another queue had replaced it."""
         self.starts = self.crashes = self.num_torn = self.events = 0
@@ -309,7 +311,10 @@ class Audit:
         elif event.kind.endswith(_TROUBLE):
             self.unsure |= isinstance(event, events.TrainingFailed)
             self.troubles[_named(event)] += 1
-        elif event.kind.endswith(("restarted", "rejoined", "_serving")):
+            self._lost.add(getattr(event, "replica", None))
+        elif event.kind.endswith(("restarted", "rejoined")) or (
+            isinstance(event, events.ReplicaServing) and event.replica in self._lost
+        ):
             self.recoveries[_named(event)] += 1
 
     def _on_start(self, event: events.RunStarted) -> None:

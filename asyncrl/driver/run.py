@@ -206,6 +206,7 @@ class _Run:
                 if start_from is not None:
                     await asyncio.to_thread(self._checkpoints.set_aside_corrupt, start_from)
             checkpoint = start_from.name if start_from else None
+            logger.info("training goes on from %s", checkpoint or "the beginning: there is no checkpoint yet")
             self._events.write(TrainingRestarted(str(lost.process), time.monotonic() - started, checkpoint))
             watchdog.saw("verified", budget.total)
 

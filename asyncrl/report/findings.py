@@ -70,7 +70,7 @@ def helps_most(run: RunFiles) -> str:
     if share >= WORTH_IT:
         gain = f"at most {1 / (1 - share):.1f} times as fast" if share < 1 else "it does nothing else"
         return f"For speed, what would help most is {helps}: {share:.0%} of the trainer's time goes there ({gain})."
-    helps = "a faster optimizer step: more trainer ranks"
+    helps = "a faster optimizer step: more trainer ranks (on a CPU: trainer.num_threads)"
     return f"For speed, what would help most is {helps}. It takes {training:.0%} of the trainer's time."
 
 
@@ -116,7 +116,7 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
             "Training bounds this run",
             f"The replicas have no request for {slots:.0%} of their time, because the limit on the lag, or the "
             "pacing, admits no further group, and the trainer never waits.",
-            "Fewer replicas would do as well, or more trainer ranks would make it faster.",
+            "Fewer replicas would do as well; more trainer ranks, or on a CPU trainer.num_threads, would be faster.",
             (Metric.REPLICA_SLOTS, Metric.TRAINER_TRAINING),
         )
     for metric, name, do in (

@@ -71,6 +71,8 @@ def _run(run: RunFiles) -> dict[str, Any]:
 def _summary(run: RunFiles, lives: Lifetimes, found: Sequence[Diagnosis]) -> list[list[str]]:
     last = run.metrics[-1]
     accuracy = [v for v in run.series(Metric.EVAL_ACCURACY) if v is not None]
+    before = next((v for v in run.series(Metric.EVAL_INITIAL_ACCURACY) if v is not None), None)
+    change = "" if before is None else f"{before:.3f} -> "
     ended = run.of_kind(RunEnded.kind, RunFaulted.kind)
     outcome = "in progress, or killed" if not ended else str(ended[-1].get("outcome", ended[-1].get("error", "")))
     bound = run.settings.get("resolved.max_lag", run.settings.get("staleness.max_lag"))
@@ -79,7 +81,7 @@ def _summary(run: RunFiles, lives: Lifetimes, found: Sequence[Diagnosis]) -> lis
         ("steps", f"{last[Metric.STEP]:.0f} of {run.settings.get('run.max_steps', '?')}"),
         ("time", f"{last.get(Metric.TIME) or 0:.0f} s"),
         ("reward", f"{last.get(Metric.REWARD_MEAN) or 0:.3f}"),
-        ("accuracy", f"{accuracy[-1]:.3f} (best {max(accuracy):.3f})" if accuracy else "not evaluated"),
+        ("accuracy", f"{change}{accuracy[-1]:.3f} (best {max(accuracy):.3f})" if accuracy else "not evaluated"),
         ("largest lag", f"{max(v or 0 for v in run.series(Metric.LAG_MAX)):.0f} of {bound} allowed"),
         ("groups trained", f"{last.get(Metric.QUEUE_TRAINED) or 0:.0f}"),
         ("findings", str(len(found))),

@@ -97,6 +97,8 @@ def ray_cluster(
                     "prestart_worker_first_driver": False,
                     # Otherwise Ray records every actor call: 14 MB a minute in a run of small steps.
                     "task_events_report_interval_ms": 0,
+                    # Otherwise workers have nice 15, and starve beside any other work of the machine.
+                    "worker_niceness": 0,
                 },
                 "_node_ip_address": LOOPBACK,
                 "_temp_dir": str(janitor.scratch / "ray"),
