@@ -34,7 +34,14 @@ from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import Loaded, environment_defaults, load, serving_api_key
 from asyncrl.driver.cluster.fork_server import ForkServer
-from asyncrl.driver.preflight import check_packages, check_recipe, check_server, describe, hub_names
+from asyncrl.driver.preflight import (
+    check_packages,
+    check_recipe,
+    check_server,
+    describe,
+    hub_names,
+    with_fitting_batch,
+)
 from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import ConfigError, StorageError
 from asyncrl.registry import make_importable
@@ -85,7 +92,7 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
         start_preloading(forks, recipe)  # imports while this process reads the input and starts Ray
     # Phase 1: check everything and print the plan. A dry run ends here.
     check_packages(recipe, missing_ok=dry_run)  # a dry run may be for another machine
-    found = check_recipe(recipe, use_hub=not dry_run)
+    recipe, found = with_fitting_batch(recipe, check_recipe(recipe, use_hub=not dry_run), loaded)
     say = plain_console().print
     say(f"asyncrl-train {name}", style="bold")
     for label, text in describe(recipe, found):

@@ -33,11 +33,16 @@ _TOLD_CHARS = 300
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """`written`: the recipe by sections, with values from the environment replaced by their interpolations. `hide` does
-    the same for other texts."""
+    the same for other texts. `merged`: what the recipe, its bases and the overrides set."""
 
     recipe: Recipe
     written: dict[str, Any]
     hide: Hidden
+    merged: Any
+
+    def given(self, section: str, key: str) -> Any:
+        """The value that was set; None: the default holds."""
+        return (self.merged.get(section) or {}).get(key)
 
 
 def hidden_by(raw: Any) -> Hidden:
@@ -59,7 +64,7 @@ def load(path: Path, overrides: list[str]) -> Loaded:
     try:
         with _readable(path):
             recipe = _recipe(path, layers)
-            return Loaded(recipe, hide.as_written(merged, asdict(recipe)), hide)
+            return Loaded(recipe, hide.as_written(merged, asdict(recipe)), hide, merged)
     except ConfigError as e:
         raise type(e)(hide(str(e))) from None
 

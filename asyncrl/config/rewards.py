@@ -169,8 +169,9 @@ class RewardConfig:
     """For reward numeric: largest relative error of a correct number."""
     code: CodeRewardConfig = field(default_factory=CodeRewardConfig)
     """Settings of reward code."""
-    remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
     reasoning_gym: ReasoningGymRewardConfig = field(default_factory=ReasoningGymRewardConfig)
+    """For reward reasoning_gym."""
+    remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
     """Settings of reward remote."""
     group: GroupRewardConfig = field(default_factory=GroupRewardConfig)
     """A reward that sees a whole group."""

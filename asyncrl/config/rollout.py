@@ -537,14 +537,23 @@ def with_lengths(
     Agents and custom or external environments write their own prompts: the engine then takes at least its default, and
     a micro-batch as much as the engine.
     """
-    longest = max_prompt_tokens + response_limit(rollout)
-    writes_prompts = rollout.environment not in ("single_turn", "tool_use", "interleaved_tool_use")
     # The engine's length first; a micro-batch never needs more than the engine takes.
     engine = rollout.settings
     if engine.max_model_len is None:
-        length = max(longest, engine.context_tokens) if writes_prompts else longest
+        longest = max_prompt_tokens + response_limit(rollout)
+        length = max(longest, engine.context_tokens) if _writes_prompts(rollout) else longest
         rollout = replace(rollout, **{rollout.engine: replace(engine, max_model_len=length)})
     if trainer.max_tokens_per_microbatch is None:
-        length = rollout.max_model_len if writes_prompts else min(longest, rollout.max_model_len)
+        length = longest_sequence(rollout, max_prompt_tokens)
         trainer = replace(trainer, max_tokens_per_microbatch=max(MICROBATCH_TOKENS, length))
     return rollout, trainer
+
+
+def longest_sequence(rollout: RolloutConfig, max_prompt_tokens: int) -> int:
+    """Tokens of the longest trajectory, of an engine whose `max_model_len` is known."""
+    longest = max_prompt_tokens + response_limit(rollout)
+    return rollout.max_model_len if _writes_prompts(rollout) else min(longest, rollout.max_model_len)
+
+
+def _writes_prompts(rollout: RolloutConfig) -> bool:
+    return rollout.environment not in ("single_turn", "tool_use", "interleaved_tool_use")

@@ -159,7 +159,8 @@ class TrainerConfig:
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
     max_tokens_per_microbatch: PositiveInt | None = None
     """Token budget (prompt and response) of one forward pass on one rank, or on the ranks that share it
-    (context_parallel). None takes 8192, or the longest trajectory if longer."""
+    (context_parallel). None takes 8192, or less where a rank's memory does not hold that; the longest trajectory at
+    least."""
     step_timeout_s: Positive = 3600.0
     """Longest time for one optimizer step, and for reading the trainer's part of a checkpoint."""
     collective_timeout_s: Positive = 600.0

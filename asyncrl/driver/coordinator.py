@@ -19,6 +19,7 @@ from asyncrl.driver.checkpoint_writer import CheckpointWriter
 from asyncrl.driver.colocation import Colocation
 from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.live_findings import LiveFindings
 from asyncrl.driver.next_step import NextStep
 from asyncrl.driver.off_policy import GuardLoop
 from asyncrl.driver.publisher import Publisher
@@ -98,6 +99,7 @@ class Coordinator:
         self._next_step = NextStep(parts, self._planner)
         self._staleness = StalenessPolicy(recipe.batch.groups_per_step, recipe.max_lag)
         self._guard = GuardLoop(recipe, parts.queue, parts.events)
+        self._findings = LiveFindings({"rollout.engine": recipe.rollout.engine})
         self._stop = asyncio.Event()
         self.restored = asyncio.Event()
         """Set once the start state (checkpoint or step 0) has been restored and training has begun."""
@@ -350,6 +352,7 @@ class Coordinator:
         record.of_processes(stats, self._health)
         record.of_waits(WAITS.take())
         parts.metrics.write(record.values)
+        self._findings.stepped(record.values)
         parts.progress.stepped(record.values)
 
     async def _recorded(self) -> None:

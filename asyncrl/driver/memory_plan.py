@@ -10,11 +10,14 @@ from dataclasses import fields, replace
 from itertools import product
 from math import prod
 
+import psutil
+
 from asyncrl.config.recipe import Recipe
-from asyncrl.config.rollout import DEFAULT_MEMORY_SHARE
+from asyncrl.config.rollout import DEFAULT_MEMORY_SHARE, longest_sequence
 from asyncrl.config.trainer import FsdpConfig, MegatronConfig, TrainerConfig
 from asyncrl.driver.cluster.placement import Demand, joined_address, visible_gpus
 from asyncrl.errors import ConfigError, explain
+from asyncrl.inference.engines import ENGINES
 from asyncrl.trainer.backends import memory_of, require_fits, stages_of
 from asyncrl.trainer.model_tensors import RankMemory, Shape, model_tensors
 from asyncrl.types import ModelFacts, TensorSpec
@@ -92,8 +95,7 @@ def check_memory_fits(recipe: Recipe, facts: ModelFacts, gpu: int | None) -> Non
 
 
 def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) -> None:
-    share = 1.0 if demand.gpu_share == 1 or recipe.is_colocated else 1 - demand.gpu_share
-    room = int(gpu * share) - RESERVED_BYTES - 2 * recipe.weights.bucket_bytes
+    room = _room_on_gpu(recipe, gpu, demand)
 
     def needed(trainer: TrainerConfig) -> int | None:
         """Peak bytes of a rank; without an estimate of the peak, the bytes held before any pass."""
@@ -127,6 +129,11 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
             do,
         )
     )
+
+
+def _room_on_gpu(recipe: Recipe, gpu: int, demand: Demand) -> int:
+    share = 1.0 if demand.gpu_share == 1 or recipe.is_colocated else 1 - demand.gpu_share
+    return int(gpu * share) - RESERVED_BYTES - 2 * recipe.weights.bucket_bytes
 
 
 def _layouts(trainer: TrainerConfig) -> Iterator[tuple[str, TrainerConfig]]:
@@ -231,6 +238,53 @@ def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape],
             do,
         )
     )
+
+
+# The micro-batch, which decides on the memory of activations.
+
+
+def with_fitting_microbatch(recipe: Recipe, facts: ModelFacts, *, is_set: bool) -> tuple[Recipe, str | None]:
+    """The recipe with the largest micro-batch that fits, of at most its present one, and a note where that is less than
+    the present one. `is_set`: the user's own is kept, and the note says what would fit."""
+    room, asked = _room_of_rank(recipe, facts), recipe.max_tokens_per_microbatch
+    if room is None or (peak := _peak(recipe, facts, asked)) <= room:
+        return recipe, None
+    least = longest_sequence(recipe.rollout, recipe.data.max_prompt_tokens)
+    tokens = asked
+    while tokens > least and _peak(recipe, facts, tokens) > room:
+        tokens = max(least, tokens // 2)
+    found = f"a rank takes up to {_bytes(peak)} with trainer.max_tokens_per_microbatch={asked}, and has {_bytes(room)}"
+    if (then := _peak(recipe, facts, tokens)) > room:
+        return recipe, f"{found}; {_bytes(then)} with {tokens}, the longest sequence: take a smaller model, or LoRA"
+    if is_set:
+        return recipe, f"{found}; {_bytes(then)} with {tokens}: set that, or leave the key out"
+    return _with_microbatch(recipe, tokens), f"{found}: it is {tokens}, which takes {_bytes(then)}"
+
+
+def computes_here(recipe: Recipe) -> bool:
+    """True if the CPUs of this machine compute."""
+    on_gpus = recipe.trainer.device.startswith("cuda") or gpu_bytes(recipe) is not None
+    return not on_gpus and joined_address(recipe.ray.address) is None
+
+
+def _room_of_rank(recipe: Recipe, facts: ModelFacts) -> int | None:
+    """Bytes that a trainer rank may take, beside the replicas; None if unknown."""
+    if not computes_here(recipe):
+        demand, gpu = Demand.of(recipe), gpu_bytes(recipe)
+        return _room_on_gpu(recipe, gpu, demand) if gpu is not None and demand.rank_gpus else None
+    replicas = 0 if ENGINES[recipe.rollout.engine].elsewhere else recipe.rollout.num_replicas
+    free = int(0.9 * psutil.virtual_memory().available) - replicas * (served_bytes(recipe, facts) or 0)
+    return free // recipe.trainer.num_ranks
+
+
+def _peak(recipe: Recipe, facts: ModelFacts, tokens: int) -> int:
+    """Bytes of the rank that takes most; 0 if unknown."""
+    found = ranks_memory(_with_microbatch(recipe, tokens), facts) or ()
+    return max((memory.peak or 0 for memory in found), default=0)
+
+
+def _with_microbatch(recipe: Recipe, tokens: int) -> Recipe:
+    return replace(recipe, trainer=replace(recipe.trainer, max_tokens_per_microbatch=tokens))
 
 
 # The lines of a dry run.

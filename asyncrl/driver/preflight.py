@@ -6,13 +6,14 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.chat.server import bind, is_local
 from asyncrl.config.checks import require
+from asyncrl.config.load import Loaded
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import is_hub_model, is_place, require_mounted
 from asyncrl.config.recipe import Recipe
@@ -34,7 +35,13 @@ from asyncrl.data.tokenizer import (
 from asyncrl.data.tool_calls import parser_for, shown, template_text, tools_for
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
 from asyncrl.driver.cluster.placement import Demand, describe_demand, joined_address, visible_gpus
-from asyncrl.driver.memory_plan import check_memory_fits, gpu_bytes, trainer_plan
+from asyncrl.driver.memory_plan import (
+    check_memory_fits,
+    computes_here,
+    gpu_bytes,
+    trainer_plan,
+    with_fitting_microbatch,
+)
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference.engines import (
     ENGINES,
@@ -50,6 +57,7 @@ from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.group import build_group_reward
 from asyncrl.rewards.math import asks_for_mark
 from asyncrl.trainer.backends import require_backend, require_fits, require_trains
+from asyncrl.trainer.model_tensors import model_tensors
 from asyncrl.types import ModelFacts
 from asyncrl.weights.object_store import check_store, is_url
 from asyncrl.workers.sandbox import require_protection
@@ -67,6 +75,10 @@ TURNS = {
 """Mode -> the repeating phases of a colocated run."""
 PLACES = {"torch": "num_slots", "vllm": "max_num_seqs", "sglang": "max_running_requests"}
 """Engine -> the setting for the number of requests that a replica decodes concurrently."""
+
+
+_SMALLEST = 50_000_000
+"""Parameters of the smallest model for which there is a usual learning rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +159,13 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     held_out = {name: held_out_prompts(source) for name, source in recipe.data.eval.items()}
     notes += [*_overlap_notes(train, held_out), *_field_notes(renderer)]
     return Preflight(facts, train, held_out, tuple(notes))
+
+
+def with_fitting_batch(recipe: Recipe, found: Preflight, loaded: Loaded) -> tuple[Recipe, Preflight]:
+    """The recipe with a micro-batch that fits this machine, and the findings with a note on it."""
+    is_set = loaded.given("trainer", "max_tokens_per_microbatch") is not None
+    recipe, note = with_fitting_microbatch(recipe, found.facts, is_set=is_set)
+    return recipe, found if note is None else replace(found, notes=(*found.notes, note))
 
 
 def check_server(serve: ServeSection, key: str | None) -> None:
@@ -441,7 +460,8 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
     yield from _describe_sources(found.train, total)
     for name, prompts in found.held_out.items():
         yield from _describe_held_out(recipe, name, prompts)
-    yield from (("note", note) for note in (*_ratio_notes(recipe), *found.notes))
+    notes = (*_ratio_notes(recipe), *_rate_notes(recipe, found.facts), *found.notes)
+    yield from (("note", note) for note in notes)
     yield from (("advice", do) for do in advice(recipe, cores=local_cores() if computes_here(recipe) else None))
 
 
@@ -452,6 +472,21 @@ def _ratio_notes(recipe: Recipe) -> Iterator[str]:
         yield "algorithm.ratio=proximal with one update a step: the ratio is 1, and its bounds never act"
 
 
+def _rate_notes(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
+    """Notes on a learning rate far from the usual one of the model's size, and on a reference model."""
+    trainer, tensors = recipe.trainer, model_tensors(facts)
+    if recipe.algorithm.needs_reference:
+        path = recipe.algorithm.kl.path or recipe.model.path
+        yield f"algorithm.kl loads {path} as reference, with a pass of its own; algorithm.kl.coefficient=0 needs none"
+    size = 0 if tensors is None else sum(map(math.prod, tensors.values()))
+    if size < _SMALLEST:
+        return
+    usual = (10 if trainer.lora.rank else 1) * 1e-6 * max(1.0, 7e9 / size) ** 0.75
+    if not usual / 10 <= trainer.lr <= 5 * usual:
+        kind = "adapters" if trainer.lora.rank else "all weights"
+        yield f"trainer.lr={trainer.lr:g}: usual for {kind} of {size / 1e6:.0f}M parameters is about {usual:.0e} (docs/tuning.md)"
+
+
 def _placed(recipe: Recipe) -> Recipe:
     """The recipe with devices resolved: GPUs for all processes that may use one, unless this machine's CPUs compute."""
     demand, here = Demand.of(recipe), computes_here(recipe)
@@ -460,12 +495,6 @@ def _placed(recipe: Recipe) -> Recipe:
         replicas_on_gpus=not here and demand.replica_gpus > 0,
         stages=ENGINES[recipe.rollout.engine].stages,
     )
-
-
-def computes_here(recipe: Recipe) -> bool:
-    """True if the CPUs of this machine compute."""
-    on_gpus = recipe.trainer.device.startswith("cuda") or gpu_bytes(recipe) is not None
-    return not on_gpus and joined_address(recipe.ray.address) is None
 
 
 def _layout(trainer: TrainerConfig) -> str:

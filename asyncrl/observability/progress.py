@@ -34,6 +34,8 @@ class ProgressView:
         self._ends: deque[float] = deque([time.monotonic()], maxlen=21)
         self._rewards: deque[float] = deque(maxlen=30)
         self._accuracy: float | None = None
+        self._before: float | None = None
+        """Accuracy before training."""
         self._bar = Progress(
             TextColumn("step"), BarColumn(bar_width=40), MofNCompleteColumn(), TextColumn("{task.fields[eta]}")
         )
@@ -43,6 +45,7 @@ class ProgressView:
             self._live.start()
 
     def evaluated(self, accuracy: float) -> None:
+        self._before = accuracy if self._before is None else self._before
         self._accuracy = accuracy
 
     def stepped(self, record: Record) -> None:
@@ -53,10 +56,13 @@ class ProgressView:
         step_s = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         eta = f"{duration((self._max_steps - step) * step_s)} left, {step_s:.2f} s a step"
         accuracy = "-" if self._accuracy is None else f"{self._accuracy:.3f}"
+        if self._before is not None:
+            accuracy = f"{self._before:.3f} -> {accuracy}"
         logger.info(
-            "step %d/%d  reward %.3f  accuracy %s  lag %.2f (max %d)  queue running %d ready %d trained %d  "
-            "rollout %.0f tok/s  train %.0f tok/s  %s",
+            "step %d/%d  reward %.3f  accuracy %s  cut off %.0f%%  entropy %.2f  lag %.2f (max %d)  queue running %d "
+            "ready %d trained %d  rollout %.0f tok/s  train %.0f tok/s  %s",
             *(step, self._max_steps, record[Metric.REWARD_MEAN], accuracy),
+            *(100 * record.get(Metric.TRUNCATED, 0.0), record.get(Metric.ENTROPY, 0.0)),
             *(record[Metric.LAG_MEAN], record[Metric.LAG_MAX]),
             *(record[Metric.QUEUE_RUNNING], record[Metric.QUEUE_READY], record[Metric.QUEUE_TRAINED]),
             *(record[Metric.ROLLOUT_SPEED], record[Metric.TRAIN_SPEED], eta),

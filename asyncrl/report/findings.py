@@ -22,6 +22,7 @@ from asyncrl.types.metrics import Metric
 
 WORTH_IT = 0.15
 """Share of the trainer's time above which a wait is worth shortening before training itself."""
+_FLAT_STEPS = 10
 Severity = Literal["bad", "warning", "hint"]
 
 
@@ -72,6 +73,11 @@ def helps_most(run: RunFiles) -> str:
         return f"For speed, what would help most is {helps}: {share:.0%} of the trainer's time goes there ({gain})."
     helps = "a faster optimizer step: more trainer ranks (on a CPU: trainer.num_threads)"
     return f"For speed, what would help most is {helps}. It takes {training:.0%} of the trainer's time."
+
+
+def of_learning(run: RunFiles) -> list[Diagnosis]:
+    """The findings on what the policy learns, of a few steps or of a run."""
+    return [found for rule in (_ratio, _signal, _stuck) for found in rule(run, None)]
 
 
 def _late(run: RunFiles, key: str) -> list[float]:
@@ -184,7 +190,7 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
             )
 
 
-def _ratio(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
+def _ratio(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
     # Judge the end of the run: a collapse lasts.
     window = max(3, len(run.metrics) // 5)
     own = [v for v in run.series(Metric.LAG_KL.of("0")) if v is not None]
@@ -254,7 +260,7 @@ def _best(values: Sequence[float], window: int) -> float:
     return max(fmean(values[at : at + window]) for at in range(len(values) - window + 1))
 
 
-def _signal(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
+def _signal(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
     for metric, limit, title, do in (
         (
             Metric.FILTERED_SHARE,
@@ -288,6 +294,40 @@ def _signal(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
         )
 
 
+def _stuck(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
+    def last(metric: Metric, count: int) -> list[float]:
+        values = [value for value in run.series(metric) if value is not None]
+        return values[-count:] if len(values) >= count else []
+
+    if (effective := last(Metric.EFFECTIVE_SAMPLES, 2)) and max(effective) < 0.5:
+        yield Diagnosis(
+            "bad",
+            "Few samples are effective",
+            f"The tokens of the last two steps weigh as much as {effective[-1]:.0%} of them: the policy has left what "
+            "sampled them.",
+            "Lower trainer.lr (docs/tuning.md has usual ones) or staleness.max_lag.",
+            (Metric.EFFECTIVE_SAMPLES,),
+        )
+    if (rewards := last(Metric.REWARD_MEAN, _FLAT_STEPS)) and max(rewards) - min(rewards) < 1e-9:
+        yield Diagnosis(
+            "warning",
+            "The reward does not change",
+            f"It has been {rewards[-1]:.3f} for {_FLAT_STEPS} steps.",
+            "See samples.jsonl: does the reward find the answers (reward.function), are they cut off "
+            "(rollout.sampling.max_response_tokens), are the prompts too hard or too easy?",
+            (Metric.REWARD_MEAN,),
+        )
+    entropy = [value for value in run.series(Metric.ENTROPY) if value is not None]
+    if len(entropy) >= _FLAT_STEPS and max(entropy[-3:]) < 0.05 * entropy[0]:
+        yield Diagnosis(
+            "warning",
+            "The entropy is gone",
+            f"It fell from {entropy[0]:.3f} to {entropy[-1]:.3f} nats a token: the policy tries nothing new.",
+            "Raise algorithm.entropy_coefficient or algorithm.clip_high, or lower trainer.lr.",
+            (Metric.ENTROPY,),
+        )
+
+
 def _unread(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
     if left_out := ", ".join(f"{count} of {file}" for file, count in run.unread.items() if count):
         evidence = f"Lines that hold no record of this version are left out: {left_out}."
@@ -301,5 +341,6 @@ _RULES: tuple[Callable[[RunFiles, Lifetimes], Iterator[Diagnosis]], ...] = (
     _ratio,
     _guard,
     _signal,
+    _stuck,
     _unread,
 )

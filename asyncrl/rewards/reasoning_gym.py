@@ -58,11 +58,11 @@ def check_entry(row: PromptRow) -> None:
 def make_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) -> Any:
     """The dataset of a task. Raises ValueError: there is no such task, or it refuses the configuration."""
     import reasoning_gym
-    from reasoning_gym.factory import DATASETS
 
-    if task not in DATASETS:
-        close = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.5)
-        do = f"name one of {', '.join(close or sorted(DATASETS))}"
+    tasks = reasoning_gym.factory.DATASETS
+    if task not in tasks:
+        close = difflib.get_close_matches(task, tasks, n=3, cutoff=0.5)
+        do = f"name one of {', '.join(close or sorted(tasks))}"
         raise ValueError(explain(f"the task {task}", "reasoning-gym has no such task", do))
     try:
         return reasoning_gym.create_dataset(task, seed=seed, size=size, **config)

@@ -19,7 +19,7 @@ from asyncrl.driver.cluster.placement import joined_address
 from asyncrl.driver.doctor import machine
 from asyncrl.driver.doctor.cluster import check_cluster
 from asyncrl.driver.doctor.machine import Observation, bad, guarded, ok, warning
-from asyncrl.driver.memory_plan import ranks_memory, served_bytes
+from asyncrl.driver.memory_plan import computes_here, ranks_memory, served_bytes
 from asyncrl.inference.engines import ENGINES
 from asyncrl.rewards.reward_pool import RewardPool
 
@@ -41,11 +41,12 @@ def examine(path: Path, overrides: list[str], *, use_hub: bool = True, use_ray: 
     yield from guarded("recipe", lambda: read.append(load(path, overrides)))
     for loaded in read:
         yield ok("recipe", f"{path} is valid")
-        for found in _of_recipe(loaded.recipe, path, use_hub=use_hub, use_ray=use_ray):
+        for found in _of_recipe(loaded, path, use_hub=use_hub, use_ray=use_ray):
             yield replace(found, text=loaded.hide(found.text), remedy=loaded.hide(found.remedy))
 
 
-def _of_recipe(recipe: Recipe, path: Path, *, use_hub: bool, use_ray: bool) -> Iterator[Observation]:
+def _of_recipe(loaded: Loaded, path: Path, *, use_hub: bool, use_ray: bool) -> Iterator[Observation]:
+    recipe = loaded.recipe
     yield from guarded("packages", lambda: preflight.check_packages(recipe))
     yield from guarded("packages", machine.check_compiled)
     yield from guarded("GPUs", lambda: machine.check_gpus(recipe))
@@ -55,7 +56,8 @@ def _of_recipe(recipe: Recipe, path: Path, *, use_hub: bool, use_ray: bool) -> I
     passed: list[preflight.Preflight] = []
     yield from guarded("plan", lambda: _plan(recipe, passed, use_hub=use_hub))
     for found in passed:
-        yield from guarded("memory and disk", lambda found=found: _sizes(recipe, found, path))
+        fitted, _ = preflight.with_fitting_batch(recipe, found, loaded)
+        yield from guarded("memory and disk", lambda fitted=fitted, found=found: _sizes(fitted, found, path))
         if found.train is not None:
             rows = [found.train.rows[i] for i in range(min(TRIED_ROWS, len(found.train.rows)))]
             yield from guarded("reward", lambda rows=rows: [asyncio.run(_tried(recipe, rows))])
@@ -80,7 +82,7 @@ def _plan(recipe: Recipe, passed: list[preflight.Preflight], *, use_hub: bool) -
 def _sizes(recipe: Recipe, found: preflight.Preflight, path: Path) -> Iterator[Observation]:
     """Compares memory and checkpoint sizes with this machine: processes that compute on its CPUs, and its disk."""
     ranks, weights, trainer = ranks_memory(recipe, found.facts) or [], served_bytes(recipe, found.facts), recipe.trainer
-    if ranks and weights and preflight.computes_here(recipe):
+    if ranks and weights and computes_here(recipe):
         largest = max(memory.peak or memory.total for memory in ranks)
         replicas = 0 if ENGINES[recipe.rollout.engine].elsewhere else recipe.rollout.num_replicas
         yield machine.check_memory(largest * trainer.num_ranks + weights * replicas)
