@@ -77,8 +77,8 @@ $(STAMP_SGLANG): $(LOCK_SGLANG) pyproject.toml
 	$(call set-up,$(LOCK_SGLANG),$(VENV_SGLANG))
 	@touch $@
 
-$(STAMP_ENVIRONMENTS): $(LOCK_ENVIRONMENTS) pyproject.toml
-	$(call set-up,$(LOCK_ENVIRONMENTS),$(VENV_ENVIRONMENTS))
+$(STAMP_ENVIRONMENTS): $(LOCK_ENVIRONMENTS) $(LOCK_REAL) pyproject.toml
+	$(call set-up,$(LOCK_ENVIRONMENTS) -r $(LOCK_REAL),$(VENV_ENVIRONMENTS))
 	@touch $@
 
 $(MODEL)/config.json: | $(STAMP)
@@ -145,7 +145,7 @@ test-sglang: $(STAMP_SGLANG)
 
 # They skip where a package is missing: the imports come first. Other files of tests may need other packages.
 test-environments: $(STAMP_ENVIRONMENTS)
-	$(VENV_ENVIRONMENTS)/bin/python -c "import verifiers.v1, openenv.core.generic_client, openenv.core.env_server"
+	$(VENV_ENVIRONMENTS)/bin/python -c "import reasoning_gym, verifiers.v1, openenv.core.generic_client, openenv.core.env_server"
 	$(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_ENVIRONMENTS) LOCK=$(LOCK_ENVIRONMENTS)
 	$(VENV_ENVIRONMENTS)/bin/python -m pytest -m environments $$(grep -rl --include='test_*.py' mark.environments tests)
 

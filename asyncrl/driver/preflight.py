@@ -483,8 +483,8 @@ def _rate_notes(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
         return
     usual = (10 if trainer.lora.rank else 1) * 1e-6 * max(1.0, 7e9 / size) ** 0.75
     if not usual / 10 <= trainer.lr <= 5 * usual:
-        kind = "adapters" if trainer.lora.rank else "all weights"
-        yield f"trainer.lr={trainer.lr:g}: usual for {kind} of {size / 1e6:.0f}M parameters is about {usual:.0e} (docs/tuning.md)"
+        kind = f"{'adapters' if trainer.lora.rank else 'all weights'} of {size / 1e6:.0f}M parameters"
+        yield f"trainer.lr={trainer.lr:g}: usual for {kind} is about {usual:.0e} (docs/tuning.md)"
 
 
 def _placed(recipe: Recipe) -> Recipe:

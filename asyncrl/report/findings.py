@@ -214,22 +214,26 @@ def _ratio(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
     rewards = [v for v in run.series(Metric.REWARD_MEAN) if v is not None]
     if not ratio:
         return
-    # Three signs of drift: the ratio is far from 1, tokens are clipped, the policies diverge.
+    effective = [v for v in run.series(Metric.EFFECTIVE_SAMPLES)[-2:] if v is not None]
+    # Four signs of drift: ratios far from 1, clipped tokens, policies that diverge, a few tokens with all the weight.
     off = median(abs(value - 1) for value in ratio)
     share, drift = median(clipped or [0.0]), median(map(abs, kl or [0.0]))
-    if off >= 0.25 or share >= 0.35 or drift >= 0.5:
+    if off >= 0.25 or share >= 0.35 or drift >= 0.5 or max(effective, default=1.0) < 0.5:
         evidence = (
             f"Over the last {window} steps the mean ratio of policy to behaviour probability is {median(ratio):.2f} "
             f"(1 is on-policy), {share:.0%} of the tokens are clipped, and the divergence is {drift:.2f} nats."
         )
+        if effective:
+            evidence += f" The last tokens weigh as much as {effective[-1]:.0%} of them."
         if len(rewards) > window and (best := _best(rewards, window)) - fmean(rewards[-window:]) > 0.2 * abs(best) > 0:
             evidence += f" The reward fell from {best:.3f} to {fmean(rewards[-window:]):.3f}."
         yield Diagnosis(
             "bad",
             "Collapsed importance ratio",
             evidence,
-            "Lower trainer.lr or staleness.max_lag; use a correction (algorithm.corrections), or preset dppo or m2po.",
-            (Metric.RATIO_MEAN, Metric.CLIPPED, Metric.KL_BEHAVIOR, Metric.REWARD_MEAN),
+            "Lower trainer.lr (docs/tuning.md) or staleness.max_lag; use a correction (algorithm.corrections), or preset "
+            "dppo or m2po.",
+            (Metric.RATIO_MEAN, Metric.CLIPPED, Metric.KL_BEHAVIOR, Metric.EFFECTIVE_SAMPLES, Metric.REWARD_MEAN),
         )
 
 
@@ -299,15 +303,6 @@ def _stuck(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
         values = [value for value in run.series(metric) if value is not None]
         return values[-count:] if len(values) >= count else []
 
-    if (effective := last(Metric.EFFECTIVE_SAMPLES, 2)) and max(effective) < 0.5:
-        yield Diagnosis(
-            "bad",
-            "Few samples are effective",
-            f"The tokens of the last two steps weigh as much as {effective[-1]:.0%} of them: the policy has left what "
-            "sampled them.",
-            "Lower trainer.lr (docs/tuning.md has usual ones) or staleness.max_lag.",
-            (Metric.EFFECTIVE_SAMPLES,),
-        )
     if (rewards := last(Metric.REWARD_MEAN, _FLAT_STEPS)) and max(rewards) - min(rewards) < 1e-9:
         yield Diagnosis(
             "warning",

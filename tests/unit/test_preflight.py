@@ -2,15 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from asyncrl.config.load import load
 from asyncrl.config.threads import local_cores
-from asyncrl.driver import preflight
-from asyncrl.driver.preflight import check_packages, check_recipe, describe
+from asyncrl.driver import memory_plan, preflight
+from asyncrl.driver.preflight import Preflight, check_packages, check_recipe, describe
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.types import ModelFacts
 from tests.environments import QWEN, tokenizer_with
-from tests.make import quickstart
+from tests.make import QUICKSTART, quickstart
 
 MISTRAL = QWEN.replace("<tool_call>", "[TOOL_CALLS]")
 WITHOUT_CALLS = QWEN.replace("message.tool_calls or []", "[]")
@@ -45,6 +48,58 @@ def test_a_template_that_does_not_follow_enable_thinking_is_noted(checked) -> No
     for template, asked, is_noted in ((QWEN, "false", True), (QWEN, "null", False), (thinks, "true", False)):
         lines = "\n".join(checked(f"model.enable_thinking={asked}", template=template))
         assert (f"model.enable_thinking={asked} has no effect" in lines) == is_noted
+
+
+SMOL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+"""The sizes of SmolLM2-135M."""
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "override", "tokens", "note"),
+    [
+        (64, "run.max_steps=80", 8192, None),
+        (12, "run.max_steps=80", 4096, "it is 4096, which takes"),
+        (12, "trainer.max_tokens_per_microbatch=16384", 16384, "with 4096: set that, or leave the key out"),
+        (2, "data.max_prompt_tokens=64", 8192, "take a smaller model, or LoRA"),
+    ],
+)
+def test_a_micro_batch_fits_the_memory_or_the_plan_says_what_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, override: str, tokens: int, note: str | None
+) -> None:
+    monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: SimpleNamespace(available=free_gib << 30))
+    monkeypatch.setattr(memory_plan, "gpu_bytes", lambda recipe: None)
+    loaded = load(QUICKSTART, ["rollout.num_replicas=1", "ray.address=null", override])
+    found = Preflight(ModelFacts.of_config("m", SMOL), None, {}, ())
+    recipe, found = preflight.with_fitting_batch(loaded.recipe, found, loaded)
+    assert recipe.max_tokens_per_microbatch == tokens
+    assert [note in told for told in found.notes] == [True] * (note is not None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        (["trainer.lr=5e-4"], "usual for all weights of 135M parameters is about 2e-05"),
+        (["trainer.lr=1e-6"], "about 2e-05"),
+        (["trainer.lr=2e-5"], None),
+        (["trainer.lr=4e-4", "trainer.lora.rank=16"], None),
+        (["trainer.lr=2e-5", "algorithm.preset=grpo"], "algorithm.kl loads"),
+    ],
+)
+def test_an_unusual_learning_rate_and_a_reference_are_noted(checked, overrides, found) -> None:
+    notes = [
+        line for line in checked(*overrides, config=json.dumps(SMOL)) if "trainer.lr" in line or "kl loads" in line
+    ]
+    assert [found in note for note in notes] == [True] * (found is not None)
 
 
 def test_rows_that_the_reward_cannot_judge_are_named(checked) -> None:
