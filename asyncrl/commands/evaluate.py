@@ -12,13 +12,16 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -41,7 +44,7 @@ from asyncrl.data.rows import to_record
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.driver.preload import start_preloading
-from asyncrl.errors import ConfigError, StorageError, explain
+from asyncrl.errors import ConfigError, DeadlineExceeded, StorageError, explain
 from asyncrl.inference.engines import STANDALONE
 from asyncrl.json_records import write_json
 from asyncrl.registry import make_importable
@@ -50,6 +53,7 @@ from asyncrl.types import EvalResult, ReplicaTable
 logger = logging.getLogger("asyncrl.commands.evaluate")
 
 ALL_ROWS = 1 << 52
+_OVERRIDE = re.compile(r"[+~]{0,2}\w+(\.\w+)*=")
 DEFAULT_LENGTH = 4096
 """Longest prompt and response together, in tokens, for a model whose config states no length."""
 
@@ -64,17 +68,19 @@ class Report:
     temperature: float
     dropped_rows: int
     result: EvalResult
+    by_source: dict[str, float]
 
     def as_json(self) -> str:
         values = asdict(self.result)
-        del values["pass_rates"], values["versions"]
+        del values["pass_rates"], values["versions"], values["shown"]
+        values["by_source"] = self.by_source
         values["pass_at"] = {str(k): value for k, value in self.result.pass_at}
         rest = {name: getattr(self, name) for name in ("checkpoint", "dataset", "version", "temperature")}
         return write_json(rest | values | {"dropped_rows": self.dropped_rows})
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_intermixed_args(argv)
+    arguments = parse(argv)
     console = Console(stderr=arguments.json)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     make_importable()
@@ -91,8 +97,19 @@ def main(argv: list[str] | None = None) -> int:
         return log_failure(logger, "the evaluation failed", e)
 
 
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; datasets and overrides may come in any order."""
+    arguments = _parser().parse_intermixed_args(argv)
+    arguments.overrides = [word for word in arguments.datasets if _OVERRIDE.match(word) and not Path(word).exists()]
+    arguments.datasets = [word for word in arguments.datasets if word not in arguments.overrides]
+    return arguments
+
+
 def _evaluate(arguments: argparse.Namespace, scratch: Path, console: Console) -> int:
     rows = arguments.rows
+    if not arguments.datasets or (rows is not None and len(arguments.datasets) > 1):
+        found = f"{len(arguments.datasets)} datasets"
+        raise ConfigError(explain("an evaluation", found, "name one dataset; or several, without --rows"))
     if rows is not None and rows.exists():
         raise ConfigError(explain(f"--rows {rows}", "it exists", "name a file that does not exist yet"))
     if rows is not None and not os.access(rows.absolute().parent, os.W_OK):
@@ -118,30 +135,49 @@ def _evaluate_found(
     recipe, rows = load_evaluation(arguments, found, scratch), arguments.rows
     check_packages(recipe, trains=False)
     prompts = check_recipe(recipe, use_hub=True, trains=False).held_out
-    [(name, held_out)] = prompts.items()
-    assert held_out is not None, "the hub was used"
+    held_out = {name: found for name, found in prompts.items() if found is not None}
+    assert len(held_out) == len(prompts), "the hub was used"
 
     from asyncrl.observability.logs import configure_driver
 
     log = (arguments.log_file or new_log("asyncrl-eval")).absolute()
     configure_driver(log, console, hide)
     rollout = recipe.rollout
-    plain_console(stderr=arguments.json).print(
-        f"asyncrl-eval {arguments.checkpoint}: {len(held_out.rows)} prompts x {recipe.eval.samples} on "
-        f"{rollout.num_replicas} {rollout.engine} replica(s); log {log}"
+    say = plain_console(stderr=arguments.json).print
+    say(
+        f"asyncrl-eval {arguments.checkpoint}: {sum(len(each.rows) for each in held_out.values())} prompts x "
+        f"{recipe.eval.samples} on {rollout.num_replicas} {rollout.engine} replica(s); log {log}"
     )
     with ForkServer() as forks:
         start_preloading(forks, recipe, trains=False)  # imports while Ray starts
-        result = run(recipe, name, held_out, forks, log=log, hidden=hide.names)
+        results = run(recipe, held_out, forks, log=log, hidden=hide.names, show=arguments.show)
     version = None if found is None else found.global_steps
-    temperature, dropped = recipe.eval.temperature, held_out.num_dropped
-    report = Report(arguments.checkpoint, arguments.dataset, version, temperature, dropped, result)
-    console.print(_table(report))
-    if arguments.json:
-        plain_console().print(report.as_json())
-    if rows is not None:
-        write_rows(rows, held_out, result)
-    return 0
+    for (name, result), dataset in zip(results.items(), arguments.datasets, strict=False):
+        rates = _by_source(held_out[name], result)
+        dropped = held_out[name].num_dropped
+        report = Report(arguments.checkpoint, dataset, version, recipe.eval.temperature, dropped, result, rates)
+        for prompt, response, reward in result.shown:
+            say(f"\n{prompt}\n-> {response!r}\n   reward {reward:g}", markup=False)
+        if len(held_out) > 1:
+            say(f"\n{dataset}", style="bold")
+        console.print(_table(report))
+        if arguments.json:
+            plain_console().print(report.as_json())
+        if rows is not None and not result.num_asked:
+            write_rows(rows, held_out[name], result)
+    if len(results) == len(held_out) and not any(result.num_asked for result in results.values()):
+        return 0
+    do = "raise --timeout, or lower --max-prompts or --samples"
+    say(explain(f"the evaluation within {arguments.timeout:g} s", "it is partial: not every prompt was answered", do))
+    return DeadlineExceeded.exit_code
+
+
+def _by_source(prompts: RenderedPrompts, result: EvalResult) -> dict[str, float]:
+    """data_source -> accuracy, where the whole set was answered and has several sources."""
+    rates: dict[str, list[float]] = {}
+    for row, rate in zip(prompts.rows, result.pass_rates, strict=False):
+        rates.setdefault(row.data_source, []).append(rate)
+    return {} if result.num_asked or len(rates) < 2 else {name: fmean(found) for name, found in sorted(rates.items())}
 
 
 def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None, scratch: Path) -> Recipe:
@@ -162,7 +198,7 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
         sections["model"]["trust_remote_code"] = True
     # Phase 2: the model, with the checkpoint's weights exported for the replicas.
     models = filter(is_hub_model, [arguments.checkpoint if found is None else sections["model"]["path"]])
-    use_cache_if_unreachable([*models, *([] if is_place(arguments.dataset) else [arguments.dataset])])
+    use_cache_if_unreachable([*models, *(each for each in arguments.datasets if not is_place(each))])
     if found is not None:
         from asyncrl.commands.export import export
         from asyncrl.config.model import ModelConfig
@@ -173,12 +209,13 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     else:
         sections["model"]["path"] = arguments.checkpoint
     # Phase 3: the dataset and the sampling.
-    name = Path(arguments.dataset).stem if Path(arguments.dataset).suffix else arguments.dataset
+    stems = [Path(each).stem if Path(each).suffix else each for each in arguments.datasets]
+    names = stems if len({*stems}) == len(stems) else [f"{n}_{stem}" for n, stem in enumerate(stems)]
     data: dict[str, Any] = {
-        "train": arguments.dataset,
+        "train": arguments.datasets[0],
         "mixture": {},
         "curriculum": {},
-        "eval": {name: arguments.dataset},
+        "eval": dict(zip(names, arguments.datasets, strict=True)),
     }
     sections.setdefault("data", {}).update(data)
     sections.setdefault("eval", {}).update(_asked(arguments, sections))
@@ -242,7 +279,7 @@ def _of_run(arguments: argparse.Namespace, found: FoundCheckpoint, scratch: Path
     asked, instead = f"evaluate {found.directory}", "pass --recipe RECIPE.yaml"
     if not isinstance(recipe := found.recipe, dict):
         raise ConfigError(explain(asked, "its run directory, with the recipe, is not there", instead))
-    sources = {"train": arguments.dataset, "mixture": {}, "curriculum": {}, "eval": {}}
+    sources = {"train": arguments.datasets[0], "mixture": {}, "curriculum": {}, "eval": {}}
     for section, ours in (("data", sources), ("eval", {"every_steps": 0})):
         theirs = recipe.get(section)
         recipe = recipe | {section: (theirs if isinstance(theirs, dict) else {}) | ours}
@@ -296,19 +333,20 @@ def _plain(model: str, engine: str) -> dict[str, Any]:
 
 def run(
     recipe: Recipe,
-    name: str,
-    prompts: RenderedPrompts,
+    held_out: Mapping[str, RenderedPrompts],
     forks: ForkServer,
     *,
     log: Path,
     hidden: Collection[str] = (),
-) -> EvalResult:
-    """Evaluates the held-out set `name` on replicas of `model.path`. Shuts everything down before it raises."""
+    show: int = 0,
+) -> dict[str, EvalResult]:
+    """Evaluates held-out sets on replicas of `model.path`, one after another, until `eval.timeout_s` is over. Shuts
+    everything down before it raises."""
     from asyncrl.driver.cluster.ray_session import ray_cluster
     from asyncrl.rollout.user_code import run_to_its_end
 
     with ray_cluster(recipe.ray.address, log, hidden, recipe.ray.env, forks) as cluster:
-        return run_to_its_end(_run(recipe, name, prompts, cluster.engine_environment(recipe.rollout.engine)))
+        return run_to_its_end(_run(recipe, held_out, cluster.engine_environment(recipe.rollout.engine), show))
 
 
 class _Stopped(BaseException):
@@ -318,8 +356,10 @@ class _Stopped(BaseException):
         self.number = number
 
 
-async def _run(recipe: Recipe, name: str, prompts: RenderedPrompts, environment: Mapping[str, str]) -> EvalResult:
-    work = asyncio.create_task(_answer(recipe, name, prompts, environment))
+async def _run(
+    recipe: Recipe, held_out: Mapping[str, RenderedPrompts], environment: Mapping[str, str], show: int
+) -> dict[str, EvalResult]:
+    work = asyncio.create_task(_answer(recipe, held_out, environment, show))
     signals = at_signals(work.cancel)
     try:
         return await work
@@ -329,14 +369,16 @@ async def _run(recipe: Recipe, name: str, prompts: RenderedPrompts, environment:
         raise
 
 
-async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environment: Mapping[str, str]) -> EvalResult:
+async def _answer(
+    recipe: Recipe, held_out: Mapping[str, RenderedPrompts], environment: Mapping[str, str], show: int
+) -> dict[str, EvalResult]:
     from asyncrl.driver.fleet.actor_channels import channels
     from asyncrl.driver.fleet.standalone import standalone_pool
     from asyncrl.inference.engines import ENGINES
     from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 
     client_id = f"eval-{os.getpid()}"
-    spec = RolloutSpec(recipe, None, {name: prompts})
+    spec = RolloutSpec(recipe, None, dict(held_out))
     rollouter = Rollouter(spec, None, client_id)
     replicas = standalone_pool(
         recipe.model,
@@ -349,9 +391,16 @@ async def _answer(recipe: Recipe, name: str, prompts: RenderedPrompts, environme
     async def route(table: ReplicaTable) -> None:
         await rollouter.set_replicas(channels(table, client_id))
 
-    async def answer() -> EvalResult:
+    async def answer() -> dict[str, EvalResult]:
         await replicas.set_listener(route)
-        return await rollouter.evaluate(name, recipe.run.seed, recipe.eval.timeout_s)
+        results: dict[str, EvalResult] = {}
+        ends = time.monotonic() + recipe.eval.timeout_s
+        for name in held_out:
+            left_s = ends - time.monotonic()
+            if results and left_s <= 0:
+                break
+            results[name] = await rollouter.evaluate(name, recipe.run.seed, left_s, show=show)
+        return results
 
     tasks: list[asyncio.Task[Any]] = []
     try:
@@ -390,9 +439,13 @@ def _table(report: Report) -> Table:
     table.add_row(sampled, f"{result.accuracy:.4f}   95% [{low:.4f}, {high:.4f}]")
     for k, value in result.pass_at:
         table.add_row(f"pass@{k}", f"{value:.4f}")
+    for source, rate in report.by_source.items():
+        table.add_row(f"  {source}", f"{rate:.4f}")
     table.add_row("reward", f"{result.reward_mean:.4f}")
     table.add_row("response tokens", f"{result.response_tokens_mean:.1f}")
     asked = f"{result.num_prompts}" + (f" ({report.dropped_rows} too long, left out)" if report.dropped_rows else "")
+    if result.num_asked:
+        asked += f", PARTIAL: of {result.num_asked}"
     if result.num_questions < result.num_prompts:
         asked += f" of {result.num_questions} different questions"
     table.add_row("prompts", asked)
@@ -417,13 +470,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("checkpoint", help="run directory, runs/NAME/checkpoints/step_N, model directory or hub name")
-    add("dataset", help="JSONL or parquet file, directory or hub name")
-    add("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+    add(
+        "datasets",
+        nargs="+",
+        metavar="dataset",
+        help="JSONL or parquet file, directory or hub name; then key=value ...",
+    )
     add("--samples", type=int, metavar="N", help="responses to every prompt (default: as the run evaluates, else 1)")
     add("--temperature", type=float, metavar="T", help="0 is greedy (default: as the run evaluates; 1 for samples > 1)")
     add("--pass-at", type=_whole_numbers, metavar="K,K", help="report pass@k for these k, for example 1,4")
     add("--max-prompts", type=int, metavar="N", help="the first N rows (default all)")
-    add("--timeout", type=float, default=86400.0, metavar="S", help="give up after this many seconds (default a day)")
+    add(
+        "--timeout",
+        type=float,
+        default=86400.0,
+        metavar="S",
+        help="end after this many seconds, with what was answered",
+    )
     add("--engine", choices=sorted(STANDALONE), help="default: that of the run, else torch")
     add("--replicas", type=int, default=1, metavar="N", help="copies of the model (default 1)")
     add("--reward", metavar="NAME", help="a name from asyncrl.rewards or package.module:function (default: the run's)")
@@ -431,6 +494,7 @@ def _parser() -> argparse.ArgumentParser:
     add(TRUST_CODE, action="store_true", help=HELP_CODE)
     add("--recipe", type=Path, metavar="YAML", help="where model, environment, sampling and reward come from instead")
     add("--rows", type=Path, metavar="OUT.jsonl", help="write every row with extra_info.pass_rate, for data.curriculum")
+    add("--show", type=int, default=0, metavar="N", help="print the first N prompts with a response and its reward")
     add("--json", action="store_true", help="print one JSON object on stdout, the rest on stderr")
     add("--log-file", type=Path, metavar="PATH", help="logs of all processes (default in the temporary directory)")
     return parser

@@ -231,7 +231,7 @@ def _ratio(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
             "bad",
             "Collapsed importance ratio",
             evidence,
-            "Lower trainer.lr (docs/tuning.md) or staleness.max_lag; use a correction (algorithm.corrections), or preset "
+            "Lower trainer.lr (docs/tuning.md) or staleness.max_lag; use a correction (algorithm.corrections), preset "
             "dppo or m2po.",
             (Metric.RATIO_MEAN, Metric.CLIPPED, Metric.KL_BEHAVIOR, Metric.EFFECTIVE_SAMPLES, Metric.REWARD_MEAN),
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.data.prompts import RenderedPrompts
@@ -17,6 +19,8 @@ from asyncrl.types import EvalResult, Trajectory
 
 logger = logging.getLogger(__name__)
 
+TELL_S = 10.0
+"""Time between two lines on the progress."""
 CONCURRENCY = 256
 """Most responses in progress concurrently."""
 
@@ -33,10 +37,13 @@ async def answer_held_out(
     pass_at: list[int],
     timeout_s: float,
     lent: GenerationClient | None = None,
+    takes_part: bool = False,
 ) -> EvalResult:
-    """Evaluates `samples` responses to every prompt. A response that raises counts as wrong and as failed.
+    """Evaluates `samples` responses to every prompt. A response that raises counts as wrong and as failed. Logs the
+    progress.
 
     Args:
+        takes_part: at the deadline the result is that of the prompts answered by then, if there are some.
         lent: client of the leased replicas; the evaluation fails when the last one is lost. None: the serving replicas
             answer.
 
@@ -44,7 +51,9 @@ async def answer_held_out(
         GenerationError: every response failed, or the last of the lent replicas was lost.
         DeadlineExceeded: the evaluation took longer than `timeout_s`.
     """
-    work = asyncio.create_task(_answers(name, prompts, attempt, samples))
+    answers: dict[int, list[Answer | None]] = {}
+    work = asyncio.create_task(_answer(name, prompts, attempt, samples, answers))
+    telling = asyncio.create_task(_tell(name, len(prompts.rows), samples, answers))
     lost = asyncio.create_task(lent.watch()) if lent is not None else None
     # The loss of the last leased replica ends the wait early: its responses would only time out.
     try:
@@ -52,40 +61,73 @@ async def answer_held_out(
             await asyncio.wait([work, lost] if lost else [work], return_when=asyncio.FIRST_COMPLETED)
             if lost is not None and lost.done():
                 await lost
-            answers = await work
+            await work
     except TimeoutError:
+        if takes_part and _whole(answers, samples):
+            return _summary(name, prompts, answers, samples, pass_at)
         asked = f"the evaluation of {name} within {timeout_s:g} s"
         found = f"{len(prompts.rows)} prompts with {samples} response(s) each were not all answered"
         do = "raise eval.timeout_s, or lower eval.max_prompts or eval.samples"
         raise DeadlineExceeded(explain(asked, found, do)).of(ROLLOUTER) from None
     # Both tasks end here, whichever came first: a left-over response would hold a replica of the next evaluation.
     finally:
-        ending: list[asyncio.Task[Any]] = [work] if lost is None else [work, lost]
+        ending: list[asyncio.Task[Any]] = [work, telling] if lost is None else [work, telling, lost]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
     if lent is not None and not lent.loads:
         raise GenerationError(f"evaluation of {name}: the last of its replicas was lost")
-    return summarise(name, answers, pass_at, [row.messages for row in prompts.rows])
+    return _summary(name, prompts, answers, samples, pass_at)
 
 
-async def _answers(name: str, prompts: RenderedPrompts, attempt: Attempt, samples: int) -> list[list[Answer | None]]:
+async def _answer(
+    name: str, prompts: RenderedPrompts, attempt: Attempt, samples: int, answers: dict[int, list[Answer | None]]
+) -> None:
+    """Adds the answers to each prompt as they come, None for a failed one."""
     slots = asyncio.Semaphore(CONCURRENCY)
     last = ""
 
-    async def one(index: int, number: int) -> Answer | None:
+    async def one(index: int, number: int) -> None:
         nonlocal last
+        answer = None
         async with slots:
             try:
-                return Answer.of(await attempt(index, number))
+                answer = Answer.of(await attempt(index, number))
             except Exception as e:  # noqa: BLE001 - task boundary: one response of an evaluation, counted as failed
                 logger.warning("evaluation of %s failed on %s: %s", name, prompts.rows[index].origin, summary(e))
                 last = summary(e)
-                return None
+        answers.setdefault(index, []).append(answer)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [[group.create_task(one(i, n)) for n in range(samples)] for i in range(len(prompts.rows))]
-    answers = [[task.result() for task in row] for row in tasks]
-    if not any(answer is not None for row in answers for answer in row):
+        for index in range(len(prompts.rows)):
+            for number in range(samples):
+                group.create_task(one(index, number))
+    if not any(answer is not None for row in answers.values() for answer in row):
         raise GenerationError(f"evaluation of {name}: all {len(answers)} prompts failed; the last: {last}")
-    return answers
+
+
+async def _tell(name: str, num_prompts: int, samples: int, answers: dict[int, list[Answer | None]]) -> None:
+    began = time.monotonic()
+    while True:
+        await asyncio.sleep(TELL_S)
+        came = [answer for row in answers.values() for answer in row]
+        if came:
+            total, spent = num_prompts * samples, time.monotonic() - began
+            logger.info(
+                "evaluation of %s: %d of %d responses, accuracy so far %.3f, about %.0f s left",
+                *(name, len(came), total, sum(a is not None and a.correct for a in came) / len(came)),
+                spent * (total - len(came)) / len(came),
+            )
+
+
+def _whole(answers: dict[int, list[Answer | None]], samples: int) -> list[int]:
+    """The prompts with all their answers, one of which at least did not fail."""
+    return [i for i, row in sorted(answers.items()) if len(row) == samples and any(a is not None for a in row)]
+
+
+def _summary(
+    name: str, prompts: RenderedPrompts, answers: dict[int, list[Answer | None]], samples: int, pass_at: list[int]
+) -> EvalResult:
+    whole = sorted(index for index, row in answers.items() if len(row) == samples)
+    result = summarise(name, [answers[i] for i in whole], pass_at, [prompts.rows[i].messages for i in whole])
+    return result if len(whole) == len(prompts.rows) else replace(result, num_asked=len(prompts.rows))

@@ -178,12 +178,16 @@ class Rollouter:
         found = (running.partial() for running in self._groups.values())
         return [partial for partial in found if partial.num_tokens]
 
-    async def evaluate(self, name: str, seed: int, timeout_s: float, table: ReplicaTable | None = None) -> EvalResult:
+    async def evaluate(
+        self, name: str, seed: int, timeout_s: float, table: ReplicaTable | None = None, *, show: int | None = None
+    ) -> EvalResult:
         """Answers every prompt of a held-out set `eval.samples` times, with the version that the replicas serve now.
 
         Args:
             table: its leased replicas answer, and nothing else runs on them. Without a leased replica its serving ones
                 answer, concurrently with the rollouts. None: the replicas of this rollouter's groups.
+            show: prompts whose first response the result shows; the result may then be one of a part of the prompts.
+                None: the evaluation is one of a training run.
 
         Raises as `answer_held_out`.
         """
@@ -203,13 +207,18 @@ class Rollouter:
         async def attempt(index: int, number: int) -> Trajectory:
             words = (seed, index, number) if number else (seed, index)
             session = RolloutSession(tools, sampling, "", _seed(*words))
-            task = Task(prompts.rows[index], prompts.prompt_ids[index], index, number)
-            return await self._maker.trajectory(task, session)
+            row = prompts.rows[index]
+            found = await self._maker.trajectory(Task(row, prompts.prompt_ids[index], index, number), session)
+            if number == 0 and index < (show or 0):
+                text = tools.chat.decode(found.response_ids)
+                shown[index] = (row.messages[-1].content, text, found.reward)
+            return found
 
+        shown: dict[int, tuple[str, str, float]] = {}
         # `set_replicas` passes its tables on to `_lent`, so the evaluation notices a lost replica.
         self._lent = lent
         try:
-            return await answer_held_out(
+            result = await answer_held_out(
                 name,
                 prompts,
                 attempt,
@@ -217,7 +226,9 @@ class Rollouter:
                 pass_at=config.pass_at,
                 timeout_s=timeout_s,
                 lent=lent,
+                takes_part=show is not None,
             )
+            return replace(result, shown=tuple(shown[i] for i in sorted(shown))) if shown else result
         finally:
             self._lent = None
             if lent is not None:

@@ -16,7 +16,8 @@ class EvalResult:
     `reward_mean` and `response_tokens_mean` are over completed responses; a response whose environment or reward raised
     counts as wrong and in `num_failed`. `pass_rates`: share of right responses per prompt. `versions`: policy versions
     of the tokens, ascending; more than one only if every replica was lost midway. `num_questions`: distinct prompts,
-    the sample size of `interval`.
+    the sample size of `interval`. `num_asked`: prompts of the set, of which `num_prompts` were answered before the
+    deadline; 0: all. `shown`: (prompt, response, reward) of the first few.
     """
 
     name: str
@@ -31,6 +32,8 @@ class EvalResult:
     pass_rates: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     num_questions: int = 0
+    num_asked: int = 0
+    shown: tuple[tuple[str, str, float], ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """The metrics of this set, by the names of `metrics.jsonl`."""

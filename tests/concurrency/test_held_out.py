@@ -10,13 +10,16 @@ import pytest
 from asyncrl.environments.environment import SingleTurn
 from asyncrl.errors import DeadlineExceeded, GenerationError
 from asyncrl.inference.replica import Replica
+from asyncrl.rollout import held_out
 from asyncrl.rollout.generation import GenerationClient
+from asyncrl.rollout.held_out import answer_held_out
 from asyncrl.types import SamplingParams, Ticket
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from asyncrl_testing.local import LocalReplicaChannel, Rows, publish
 from tests.concurrency.test_generation import PROMPT, Fleet, check, whole
 from tests.concurrency.test_rollouter import Queue, Rig
 from tests.concurrency.test_rollouter import tokenizer as tokenizer
+from tests.make import trajectory
 from tests.waiting import until
 
 
@@ -121,6 +124,35 @@ async def test_an_evaluation_of_which_nothing_came_is_no_result(tmp_path, tokeni
         rollouter._maker.trajectory = _raises
         with pytest.raises(GenerationError, match=r"all 4 prompts failed.*no such"):
             await rollouter.evaluate("held_out", 0, 20, rollouter.rows.table)
+
+
+async def test_at_the_deadline_the_answers_so_far_are_a_result_that_says_so(tmp_path, tokenizer, monkeypatch, caplog):
+    prompts, done = Rig(tmp_path, tokenizer).prompts, asyncio.Event()
+    count = len(prompts.rows)
+    monkeypatch.setattr(held_out, "TELL_S", 0.01)
+
+    async def attempt(index, number):
+        if index == count - 1 and number:
+            await done.wait()
+        return trajectory(reward=float(index == 0))
+
+    settings = {"samples": 2, "pass_at": [1], "timeout_s": 0.3}
+    with caplog.at_level("INFO"):
+        result = await answer_held_out("set", prompts, attempt, takes_part=True, **settings)
+    assert (result.num_prompts, result.num_asked) == (count - 1, count)
+    assert result.accuracy == pytest.approx(1 / (count - 1))
+    assert f"{2 * count - 1} of {2 * count} responses, accuracy so far" in caplog.text
+    with pytest.raises(DeadlineExceeded):
+        await answer_held_out("set", prompts, attempt, **settings)
+    done.set()
+    assert (await answer_held_out("set", prompts, attempt, takes_part=True, **settings)).num_asked == 0
+
+
+async def test_first_responses_are_shown_on_request(tmp_path, tokenizer):
+    async with evaluating(tmp_path, tokenizer) as rollouter:
+        result = await rollouter.evaluate("held_out", 0, 20, rollouter.rows.table, show=2)
+        assert not (await rollouter.evaluate("held_out", 0, 20)).shown
+    assert [prompt for prompt, _, _ in result.shown] == [r.messages[-1].content for r in rollouter.rig.prompts.rows[:2]]
 
 
 async def _raises(task, session):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands.evaluate import _parser, load_evaluation, main
+from asyncrl.commands.evaluate import load_evaluation, main, parse
 from tests.environments import QWEN, tokenizer_with
 from tests.make import ROOT
 
@@ -62,7 +62,7 @@ def loaded(directory: Path, section: str, *words: str):
     plain = "model: {path: model}\ndata: {train: rows.jsonl, max_prompt_tokens: 64}\neval: {every_steps: 0}\n"
     recipe = directory / "recipe.yaml"
     recipe.write_text(f"{plain}{section}\n")
-    arguments = _parser().parse_args(["model", "rows.jsonl", "--recipe", str(recipe), *words])
+    arguments = parse(["model", "rows.jsonl", "--recipe", str(recipe), *words])
     return load_evaluation(arguments, None, directory)
 
 

@@ -10,7 +10,7 @@ from asyncrl.checkpoint.digests import seal
 from asyncrl.checkpoint.locate import FoundCheckpoint
 from asyncrl.checkpoint.store import RunState, render_state
 from asyncrl.checkpoint.trust import reaches_out
-from asyncrl.commands.evaluate import _of_run, _parser, load_evaluation
+from asyncrl.commands.evaluate import _of_run, load_evaluation, parse
 from asyncrl.commands.evaluate import main as evaluate
 from asyncrl.commands.export import main as export
 from asyncrl.commands.export import model_of
@@ -150,7 +150,7 @@ def test_what_the_command_line_names_or_allows_is_let_through(run, tmp_path, mon
     monkeypatch.setenv("SECRET", "hunter2hunter2")
     directory, recipe = run
     written(directory, recipe, key, REACHES[key])
-    arguments = _parser().parse_intermixed_args([str(directory), "rows.jsonl", *words])
+    arguments = parse([str(directory), "rows.jsonl", *words])
     found = FoundCheckpoint(directory / "checkpoints/step_3", 3, recipe)
     (tmp_path / "scratch").mkdir()
     with pytest.raises(ConfigError, match="the config of"):
@@ -162,7 +162,7 @@ def test_what_the_command_line_names_takes_the_place_of_the_runs(run, tmp_path):
     written(directory, recipe, "ray.env", {"PYTHONPATH": "lib"})
     written(directory, recipe, "reward.parts", {"evil.module:reward": 1.0})
     words = ["ray.env={OMP_PROC_BIND: close}"]
-    arguments = _parser().parse_intermixed_args([str(directory), "rows.jsonl", "--reward", "numeric", *words])
+    arguments = parse([str(directory), "rows.jsonl", "--reward", "numeric", *words])
     (tmp_path / "scratch").mkdir()
     taken = _of_run(arguments, FoundCheckpoint(directory / "checkpoints/step_3", 3, recipe), tmp_path / "scratch")
     assert (taken["ray"]["env"], taken["reward"]["parts"]) == ({}, {})
