@@ -39,7 +39,7 @@ from asyncrl.config.load import hidden_by, load, load_recipe
 from asyncrl.config.paths import is_hub_model, is_place
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.model_files import check_model
-from asyncrl.data.prompts import RenderedPrompts
+from asyncrl.data.row_table import RenderedPrompts
 from asyncrl.data.rows import to_record
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preflight import check_packages, check_recipe

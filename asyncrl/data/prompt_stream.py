@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from asyncrl.config.data import CurriculumConfig
-from asyncrl.data.prompts import SourceRows
+from asyncrl.data.row_table import SourceRows
 
 if TYPE_CHECKING:
     from asyncrl.data.training_set import TrainingSet

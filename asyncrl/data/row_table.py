@@ -10,8 +10,11 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
+
+import numpy as np
 
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import unwritable
@@ -144,3 +147,26 @@ def _row(record: dict[str, Any]) -> PromptRow:
         origin=record["origin"],
         structured=tuple(record["structured"]),
     )
+
+
+# Records of prompts: the sources of a mixture, and the rendered rows of a held-out set.
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRows:
+    """Rows `[start, stop)` of the training prompts come from the source `name`, which has `weight` in the mixture."""
+
+    name: str
+    weight: float
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RenderedPrompts:
+    """The rows of a held-out set with their prompts: `prompt_ids[i]`, [P] int32, is of `rows[i]`. `num_dropped` rows
+    were too long. Training prompts are a `data.training_set.TrainingSet`."""
+
+    rows: tuple[PromptRow, ...]
+    prompt_ids: tuple[np.ndarray, ...]
+    num_dropped: int

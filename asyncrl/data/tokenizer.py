@@ -12,7 +12,7 @@ import numpy as np
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path
 from asyncrl.data.chat_template import TEXT_ALONE, ChatTemplate
-from asyncrl.data.prompts import RenderedPrompts
+from asyncrl.data.row_table import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.stop_strings import StopTexts
 from asyncrl.data.tool_calls import ToolPrompt, tools_for

@@ -16,8 +16,7 @@ import numpy as np
 
 from asyncrl.config.data import CurriculumConfig, DataConfig
 from asyncrl.data.dataset import read_rows
-from asyncrl.data.prompts import SourceRows
-from asyncrl.data.row_table import RowTable, RowWriter
+from asyncrl.data.row_table import RowTable, RowWriter, SourceRows
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, none_short, too_long
 from asyncrl.errors import DataError, explain

@@ -19,9 +19,8 @@ from asyncrl.driver.checkpoint_writer import CheckpointWriter
 from asyncrl.driver.colocation import Colocation
 from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
-from asyncrl.driver.live_findings import LiveFindings
 from asyncrl.driver.next_step import NextStep
-from asyncrl.driver.off_policy import GuardLoop
+from asyncrl.driver.off_policy import GuardLoop, LiveFindings
 from asyncrl.driver.publisher import Publisher
 from asyncrl.driver.step_record import ReplicaShares, StepClock, StepRecord
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, cause, explain

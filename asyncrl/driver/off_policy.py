@@ -1,9 +1,13 @@
 """Applies the parity gate and the off-policy guard to a run: reads the metrics of each step and carries out the
-decisions."""
+decisions. `LiveFindings` tells what goes wrong with its learning."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import NoParity, RunFailed, explain
@@ -11,6 +15,8 @@ from asyncrl.observability.events import EventLog
 from asyncrl.queue.guard import LEVELS, GuardDecision, OffPolicyGuard, Parity
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
+from asyncrl.report.findings import of_learning
+from asyncrl.report.run_files import RunFiles
 from asyncrl.types import LedgerCounts
 from asyncrl.types.events import GuardChanged
 from asyncrl.types.guard import SUSPECTS, GuardState
@@ -116,3 +122,30 @@ class GuardLoop:
             )
             return None
         return await self._queue.call(CALL_TIMEOUT_S, MessageQueue.limit_lag, decision.limit)
+
+
+# What asyncrl-report would find of the learning of a run, while it runs.
+
+WINDOW = 20
+LEAST = 5
+"""Steps after which a run is judged: the first ones fill the queue."""
+
+
+class LiveFindings:
+    """Logs a warning with cause and key the first time that the last steps show a finding."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """`settings`: key of the recipe -> value."""
+        self._settings = settings
+        self._last: deque[Record] = deque(maxlen=WINDOW)
+        self._said: set[str] = set()
+
+    def stepped(self, record: Record) -> None:
+        self._last.append(record)
+        if len(self._last) < LEAST:
+            return
+        run = RunFiles("", Path(), self._settings, tuple(dict(line) for line in self._last), (), (), (), {})
+        for found in of_learning(run):
+            if found.title not in self._said:
+                self._said.add(found.title)
+                logger.warning("%s. %s %s", found.title, found.evidence, found.remedy)

@@ -23,7 +23,7 @@ from asyncrl.config.trainer import TrainerConfig
 from asyncrl.data.chat_template import THINKING_SWITCHES, ChatTemplate
 from asyncrl.data.dataset import load_rows
 from asyncrl.data.model_files import cached_facts, check_model, hub_facts
-from asyncrl.data.prompts import RenderedPrompts
+from asyncrl.data.row_table import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import (
     PromptRenderer,

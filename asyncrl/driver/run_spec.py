@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.recipe import Recipe
-from asyncrl.data.prompts import RenderedPrompts
+from asyncrl.data.row_table import RenderedPrompts
 from asyncrl.data.training_set import TrainingSet
 
 

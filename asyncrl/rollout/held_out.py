@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.data.prompts import RenderedPrompts
+from asyncrl.data.row_table import RenderedPrompts
 from asyncrl.errors import DeadlineExceeded, GenerationError, explain
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rollout.evaluation import Answer, summarise

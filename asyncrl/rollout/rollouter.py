@@ -23,7 +23,7 @@ from asyncrl.config.model import ModelPoolConfig
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.data.prompt_stream import build_stream
-from asyncrl.data.prompts import RenderedPrompts
+from asyncrl.data.row_table import RenderedPrompts
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Task

@@ -11,8 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.data.prompts import RenderedPrompts
-from asyncrl.data.row_table import RowWriter
+from asyncrl.data.row_table import RenderedPrompts, RowWriter
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments.environment import SingleTurn

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.data import CurriculumConfig, DataConfig, SourceConfig
 from asyncrl.data.prompt_stream import MixedStream, PromptStream, build_stream
-from asyncrl.data.prompts import SourceRows
+from asyncrl.data.row_table import SourceRows
 from asyncrl.data.training_set import training_prompts
 from asyncrl.errors import DataError
 

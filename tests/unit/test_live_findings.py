@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from asyncrl.driver.live_findings import LEAST, LiveFindings
+from asyncrl.driver.off_policy import LEAST, LiveFindings
 from asyncrl.types.metrics import Metric
 
 HEALTHY = {
