@@ -317,7 +317,6 @@ def to_record(row: PromptRow) -> dict[str, object]:
     return {
         "data_source": row.data_source,
         "prompt": row.conversation(),
-        "ability": "MATH",
         "reward_model": {"ground_truth": row.truth(), "style": "rule"},
         "extra_info": row.values(),
     }

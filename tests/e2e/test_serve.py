@@ -53,17 +53,20 @@ def test_a_fleet_serves_survives_a_kill_and_ends_with_a_signal(serve):
                 versions = choice.get("weight_versions", versions)
         return ids, versions
 
-    began = []
+    killed = []
+
+    def kill_first(replica):
+        killed.append(replica)
+        if len(killed) == 1:  # immediately: it has most of its tokens still to come
+            os.kill(pids[replica], signal.SIGKILL)
+
     with ThreadPoolExecutor(4) as threads:
-        running = [threads.submit(long_answer, seed, began.append) for seed in range(4)]
-        wait_until(lambda: len(began) >= 4, within_s=180)
-        assert not any(r.done() for r in running), "they were too fast to be hit"
-        victim = began[0]
-        os.kill(pids[victim], signal.SIGKILL)
+        running = [threads.submit(long_answer, seed, kill_first) for seed in range(4)]
         for future in running:
-            ids, versions = future.result(60)
+            ids, versions = future.result(180)
             assert len(ids) == 900
             assert versions == [{"version": 0, "start": 0, "end": 900}]
+    victim = killed[0]
     replaced = server.wait_for(
         lambda f: all(r["alive"] and r["pid"] != pids[victim] for r in f["replicas"]), "it is not replaced"
     )

@@ -41,7 +41,7 @@ def test_a_teacher_is_served_with_room_for_the_longest_trajectory():
         ([*DISTILLS, "rollout.sampling.temperature=0.7"], "at temperature 1 without filters"),
         ([*DISTILLS, "rollout.sampling.top_k=5"], "at temperature 1 without filters"),
         ([*DISTILLS, "algorithm.dynamic_sampling=true"], "would be filtered"),
-        ([*DISTILLS, "teacher.torch.max_model_len=100"], "may have 161 tokens"),
+        ([*DISTILLS, "teacher.torch.max_model_len=100"], "have 161 tokens"),
         ([*DISTILLS, "teacher.num_replicas=0"], "num_replicas"),
         (["algorithm.advantage=teacher_only"], "nothing would be learned"),
         (["algorithm.distillation.top_k=8"], "there is no divergence to compute"),
