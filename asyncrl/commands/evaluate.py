@@ -399,7 +399,7 @@ async def _answer(
             left_s = ends - time.monotonic()
             if results and left_s <= 0:
                 break
-            results[name] = await rollouter.evaluate(name, recipe.run.seed, left_s, show=show)
+            results[name] = await rollouter.evaluate(name, recipe.run.seed, left_s, show=show, takes_part=True)
         return results
 
     tasks: list[asyncio.Task[Any]] = []

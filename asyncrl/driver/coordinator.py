@@ -24,6 +24,7 @@ from asyncrl.driver.off_policy import GuardLoop, LiveFindings
 from asyncrl.driver.publisher import Publisher
 from asyncrl.driver.step_record import ReplicaShares, StepClock, StepRecord
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, cause, explain
+from asyncrl.inference.engines import ENGINES
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.queue.staleness import StalenessPolicy
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S
@@ -44,6 +45,8 @@ from asyncrl.types.metrics import Metric
 
 logger = logging.getLogger(__name__)
 
+COMPARED = 4
+"""Responses that replicas and trainer score after a resume."""
 POLL_S = 1.0
 """Longest long poll: how late a stop can be noticed."""
 POLL_TIMEOUT_S = POLL_S + CALL_TIMEOUT_S
@@ -205,6 +208,7 @@ class Coordinator:
         parts.checkpoints.set_aside_after(self.step)
         await self._publisher.publish(self.step)
         self._publisher.take()  # it belongs to no step
+        await self._compare()
         self.restored.set()
         self._initial = await self._evaluations.before_training() if self.step == 0 else {}
         started = await parts.replicas.stats()
@@ -223,6 +227,24 @@ class Coordinator:
         await self._writer.last(self._state())
         if self._guard.stopped is not None:
             raise self._guard.stopped
+
+    async def _compare(self) -> None:
+        """After a resume no token of lag 0 may ever come (mode one_step_off): stored responses are scored by the
+        replicas and the trainer, which have the same version now. Where engines cannot score, or take turns with the
+        trainer, the first tokens of lag 0 decide."""
+        recipe, parts = self._recipe, self._parts
+        if self.step == 0 or recipe.is_colocated or not ENGINES[recipe.rollout.engine].scores:
+            return
+        sequences = await parts.queue.call(CALL_TIMEOUT_S, MessageQueue.some_ready, COMPARED)
+        if sequences:
+            ours = await parts.trainers.logprobs(sequences)
+            theirs = await parts.rollouter.score(sequences, recipe.rollout.request_timeout_s)
+            masks = [sequence.loss_mask for sequence in sequences]
+            self._guard.compare(
+                self.step,
+                [found[mask] for found, mask in zip(theirs, masks, strict=True)],
+                [found[mask] for found, mask in zip(ours, masks, strict=True)],
+            )
 
     @property
     def _goes_on(self) -> bool:

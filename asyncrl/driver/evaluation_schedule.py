@@ -63,6 +63,9 @@ class Evaluations:
             catch_up: publishes to newcomers. It keeps the version unless no replica could answer otherwise.
         """
         self._config, self._seed, self._sets = recipe.eval, recipe.run.seed, tuple(recipe.data.eval)
+        self._max_steps = recipe.run.max_steps
+        self._before: dict[str, tuple[tuple[str, str, float], ...]] = {}
+        """Set -> the first responses of its first evaluation."""
         self._parts = parts
         self._stop = stop
         self._publisher = publisher
@@ -234,6 +237,9 @@ class Evaluations:
                 "evaluation of version %d: %s accuracy %.3f [%.3f, %.3f] (%d)",
                 *(max(answered), r.name, r.accuracy, *r.interval, r.num_prompts),
             )
+            before = dict(zip(self._before.setdefault(r.name, r.shown), r.shown, strict=False))
+            for (_, was, paid), (prompt, now, pays) in before.items() if step >= self._max_steps else ():
+                logger.info("%r\n  before: %r, reward %g\n  now:    %r, reward %g", prompt, was, paid, now, pays)
         values = {name: value for r in results for name, value in r.metrics().items()}
         if len(results) == len(self._sets):  # a mean over some sets is not comparable with other lines
             values[Metric.EVAL_ACCURACY] = sum(r.accuracy for r in results) / len(results)

@@ -4,10 +4,13 @@ decisions. `LiveFindings` tells what goes wrong with its learning."""
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import NoParity, RunFailed, explain
@@ -79,6 +82,15 @@ class GuardLoop:
             Metric.GUARD_SEVERITY: reading.severity,
         }
         return metrics, counts
+
+    def compare(self, step: int, theirs: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> None:
+        """Judges log-probabilities of one version, of the replicas and of the trainer. Raises NoParity."""
+        apart = np.concatenate(theirs).astype(np.float64) - np.concatenate(ours)
+        tails = float(np.mean(np.abs(apart) > math.log(2)))
+        seen = {Metric.LAG_TOKENS: 1.0, Metric.LAG_KL: float(apart.mean()), Metric.LAG_TAILS: tails}
+        self._check_parity(step, {family.of("0"): value for family, value in seen.items()})
+        if self.stopped is not None:
+            raise self.stopped
 
     def _check_parity(self, step: int, record: Record) -> None:
         if self._parity is None or record.get(Metric.LAG_TOKENS.of("0"), 0.0) < MIN_PARITY_SHARE:

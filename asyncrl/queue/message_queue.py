@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import secrets
@@ -234,6 +235,10 @@ class MessageQueue(HasConnections):
                 raise LedgerError(f"fetch of group {ordinal} refused: it is {self._ledger.record(ordinal)}")
             groups[ordinal] = self._leased[ordinal].sequences
         return [_alone(groups[ordinal][index]) for ordinal, index in keys]
+
+    async def some_ready(self, count: int) -> list[Trajectory]:
+        """The first sequence of up to `count` stored groups, without branches."""
+        return [_alone(stored.group.sequences[0]) for stored in itertools.islice(self._stored.values(), count)]
 
     async def commit(self, step: int, *, leases_next: bool = False) -> Committed:
         """Ends the leased groups as trained. `leases_next`: also leases the groups of the next step if they are ready,

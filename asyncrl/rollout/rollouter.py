@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
+
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.model import ModelPoolConfig
 from asyncrl.config.recipe import Recipe
@@ -32,6 +34,7 @@ from asyncrl.inference.cpu_time import CpuTime
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.garbage import PauselessCollector
+from asyncrl.remote.tasks import concurrently
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.group_maker import GroupMaker
@@ -58,6 +61,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ADMIT_WAIT_S = 1.0
+SHOWN = 3
+"""Responses that a result of an evaluation shows."""
 MAX_REASON_CHARS = 8000
 CANCEL_WAIT_S = 30.0
 """How long a refused put waits for the admission that cancels its ticket."""
@@ -179,15 +184,22 @@ class Rollouter:
         return [partial for partial in found if partial.num_tokens]
 
     async def evaluate(
-        self, name: str, seed: int, timeout_s: float, table: ReplicaTable | None = None, *, show: int | None = None
+        self,
+        name: str,
+        seed: int,
+        timeout_s: float,
+        table: ReplicaTable | None = None,
+        *,
+        show: int = SHOWN,
+        takes_part: bool = False,
     ) -> EvalResult:
         """Answers every prompt of a held-out set `eval.samples` times, with the version that the replicas serve now.
 
         Args:
             table: its leased replicas answer, and nothing else runs on them. Without a leased replica its serving ones
                 answer, concurrently with the rollouts. None: the replicas of this rollouter's groups.
-            show: prompts whose first response the result shows; the result may then be one of a part of the prompts.
-                None: the evaluation is one of a training run.
+            show: prompts whose first response the result shows.
+            takes_part: as `answer_held_out`.
 
         Raises as `answer_held_out`.
         """
@@ -209,7 +221,7 @@ class Rollouter:
             session = RolloutSession(tools, sampling, "", _seed(*words))
             row = prompts.rows[index]
             found = await self._maker.trajectory(Task(row, prompts.prompt_ids[index], index, number), session)
-            if number == 0 and index < (show or 0):
+            if number == 0 and index < show:
                 text = tools.chat.decode(found.response_ids)
                 shown[index] = (row.messages[-1].content, text, found.reward)
             return found
@@ -226,13 +238,20 @@ class Rollouter:
                 pass_at=config.pass_at,
                 timeout_s=timeout_s,
                 lent=lent,
-                takes_part=show is not None,
+                takes_part=takes_part,
             )
             return replace(result, shown=tuple(shown[i] for i in sorted(shown))) if shown else result
         finally:
             self._lent = None
             if lent is not None:
                 await lent.close()
+
+    async def score(self, sequences: Sequence[Trajectory]) -> list[np.ndarray]:
+        """The replicas' log-probabilities of responses, [T] float32 each, at temperature 1. Raises GenerationError."""
+        asked = (
+            self.client.score(np.concatenate([s.prompt_ids, s.response_ids]), len(s.prompt_ids)) for s in sequences
+        )
+        return [found.logprobs for found in await concurrently(asked)]
 
     async def stats(self) -> RolloutStats:
         cpu = os.times()

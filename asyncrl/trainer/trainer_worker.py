@@ -196,6 +196,11 @@ class TrainerWorker(HasConnections):
         return sender.open()
 
     @in_thread("train")
+    def logprobs(self, sequences: Sequence[Trajectory]) -> list[np.ndarray]:
+        """[T] float32 for each, at temperature 1; collective, all ranks with the same sequences."""
+        return [self._backend.logprobs(_plan(s), {(0, 0): s})[0, 0].numpy() for s in sequences]
+
+    @in_thread("train")
     def snapshot_weights(self) -> None:
         """Copies the current weights of a sending rank into host memory, for `encode_weights` and `send_weights`;
         collective. Reuses the memory of the previous copy unless it is still being sent."""

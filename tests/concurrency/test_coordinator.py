@@ -8,6 +8,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
-from asyncrl.errors import DeadlineExceeded, ProcessDied, RunFailed, StorageError
+from asyncrl.errors import DeadlineExceeded, NoParity, ProcessDied, RunFailed, StorageError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
@@ -34,7 +35,7 @@ from asyncrl.types import (
 )
 from asyncrl_testing.fake_fleet import FakeFleet, FakeReplica, FakeTrainer
 from asyncrl_testing.local import LocalActor
-from tests.make import quickstart
+from tests.make import quickstart, trajectory
 from tests.waiting import until
 
 GROUP = GroupSummary(0, 0, (Lengths(3, 2, 2),) * 2, (0.0, 1.0), (), 2, 0)
@@ -94,7 +95,10 @@ class Queue(Part):
         self.ready, self.idle = {}, asyncio.Event()
         self.idle.set()
         self.published_versions, self.committed, self.leases, self.waits = [], [], 0, 0
-        self.foreseen = ()
+        self.foreseen, self.stored = (), []
+
+    async def some_ready(self, count):
+        return self.stored[:count]
 
     def hold(self, step):
         self.ready[step] = asyncio.Event()
@@ -143,6 +147,9 @@ class Trainers(Part):
     async def snapshot_weights(self):
         self.snapshots += 1
 
+    async def logprobs(self, sequences):
+        return [sequence.logprobs for sequence in sequences]
+
     async def fetch_ahead(self, plans):
         self.ahead.append(plans[0].step)
 
@@ -162,6 +169,11 @@ class Rollouter:
 
     def __init__(self):
         self.on_evaluate, self.evaluations, self.routed, self.lent = [], 0, (0, 1), []
+        self.apart, self.scored = 0.0, 0
+
+    async def score(self, sequences, timeout_s):
+        self.scored += len(sequences)
+        return [sequence.logprobs + np.float32(self.apart) for sequence in sequences]
 
     async def run(self):
         await asyncio.Event().wait()
@@ -687,6 +699,31 @@ async def test_the_guard_lowers_the_limit_after_a_publish_and_ends_the_run_with_
     again = Rig(tmp_path, *guarded, max_steps=4, start_from=tmp_path / "checkpoints" / "step_3")
     await again.run()
     assert (again.queue.limits, again.saved()) == ([(1, 0)], ["step_3", "step_4"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "apart", "ends"),
+    [
+        ((), 0.0, True),
+        ((), 0.4, False),
+        (("staleness.parity=warn",), 0.4, True),
+        (("weights.stage=false",), 1e-4, True),
+    ],
+)
+async def test_a_resumed_run_compares_stored_responses_before_it_trains(tmp_path, overrides, apart, ends):
+    """In mode one_step_off every later token has lag 1."""
+    keys = ("mode=one_step_off", *overrides)
+    await Rig(tmp_path, *keys, max_steps=2).run()
+    again = Rig(tmp_path, *keys, max_steps=3, start_from=tmp_path / "checkpoints" / "step_2")
+    again.queue.stored = [trajectory(seed=seed) for seed in range(6)]
+    again.rollouter.apart = apart
+    if ends:
+        await again.run()
+    else:
+        with pytest.raises(NoParity, match=r"(?s)in step 2, .*differ by 0\.4 nats.*ties"):
+            await again.run()
+    assert again.rollouter.scored == coordinator.COMPARED
+    assert again.queue.committed == ([2] if ends else [])
 
 
 async def test_a_guard_that_watches_changes_nothing(tmp_path):

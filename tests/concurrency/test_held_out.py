@@ -151,7 +151,7 @@ async def test_at_the_deadline_the_answers_so_far_are_a_result_that_says_so(tmp_
 async def test_first_responses_are_shown_on_request(tmp_path, tokenizer):
     async with evaluating(tmp_path, tokenizer) as rollouter:
         result = await rollouter.evaluate("held_out", 0, 20, rollouter.rows.table, show=2)
-        assert not (await rollouter.evaluate("held_out", 0, 20)).shown
+        assert not (await rollouter.evaluate("held_out", 0, 20, show=0)).shown
     assert [prompt for prompt, _, _ in result.shown] == [r.messages[-1].content for r in rollouter.rig.prompts.rows[:2]]
 
 

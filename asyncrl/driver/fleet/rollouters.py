@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from asyncrl.driver.fleet.actor_channels import channels
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
@@ -22,7 +24,7 @@ from asyncrl.remote.failure_policy import FailureAction, RestartBudget, failure_
 from asyncrl.remote.tasks import concurrently
 from asyncrl.remote.waits import FOREVER_S, ROLLOUTER
 from asyncrl.rollout.rollouter import Rollouter
-from asyncrl.types import EvalResult, PartialGroup, ReplicaTable, RolloutStats
+from asyncrl.types import EvalResult, PartialGroup, ReplicaTable, RolloutStats, Trajectory
 from asyncrl.types.events import Event, RollouterFailed, RollouterRestarted
 
 logger = logging.getLogger(__name__)
@@ -149,6 +151,13 @@ class Rollouters:
             except ProcessDied as error:
                 if not self._is_gone(member, current, error):
                     raise
+
+    async def score(self, sequences: Sequence[Trajectory], timeout_s: float) -> list[np.ndarray]:
+        """`Rollouter.score`, by the first rollouter. Raises ProcessDied, DeadlineExceeded, GenerationError."""
+        member = self._members[0]
+        async with asyncio.timeout(timeout_s):
+            await member.ready.wait()
+        return await member.current.actor.call(timeout_s, Rollouter.score, tuple(sequences))
 
     async def set_replicas(self, table: ReplicaTable) -> None:
         """Gives the table to the rollouters, and later to each replacement. A rollouter that is not up yet gets it at

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import ray
 
 from asyncrl.checkpoint.digests import FileDigest
@@ -32,6 +33,7 @@ from asyncrl.types import (
     SendingRank,
     TensorSpec,
     TrainMetrics,
+    Trajectory,
     TrajectoryKey,
     TransferSource,
 )
@@ -149,6 +151,12 @@ class TrainerPool:
         limit_s = self._spec.trainer.step_timeout_s if timeout_s is None else timeout_s
         by_rank = zip(self._actors, self._spec.trainer.layout.by_rank(plans), strict=True)
         return await self._together([actor.call(limit_s, method, plan) for actor, plan in by_rank], method.__name__)
+
+    async def logprobs(self, sequences: Sequence[Trajectory]) -> list[np.ndarray]:
+        """The policy's log-probabilities, [T] float32 for each sequence, at temperature 1. Raises DeadlineExceeded,
+        ProcessDied."""
+        limit_s = self._spec.trainer.step_timeout_s
+        return (await self._on_all(limit_s, TrainerWorker.logprobs, tuple(sequences)))[0]
 
     async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]:
         return await self._actors[0].call(timeout_s, TrainerWorker.weight_specs)
