@@ -720,7 +720,7 @@ async def test_a_resumed_run_compares_stored_responses_before_it_trains(tmp_path
     if ends:
         await again.run()
     else:
-        with pytest.raises(NoParity, match=r"(?s)in step 2, .*differ by 0\.4 nats.*ties"):
+        with pytest.raises(NoParity, match=r"(?s)in step 2, .*differ by 0\.4 nats.*tied embeddings"):
             await again.run()
     assert again.rollouter.scored == coordinator.COMPARED
     assert again.queue.committed == ([2] if ends else [])
