@@ -27,6 +27,8 @@ _LARGEST = 2**53
 """The largest allowed integer: exact as a float, and far above any size in bytes."""
 _WITHOUT_END = "data.curriculum.min", "data.curriculum.max"
 _MAX_BASES = 100
+SHIPPED = ("cpu", "gpu")
+"""Names of bases that come with the package."""
 _TOLD_CHARS = 300
 
 
@@ -196,9 +198,13 @@ def presets() -> list[str]:
 
 
 def _preset_directory() -> Path:
-    """configs/algorithms of the checkout, or where an installed package keeps it."""
-    checkout = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
-    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "asyncrl" / "algorithms"
+    return _shipped() / "algorithms"
+
+
+def _shipped() -> Path:
+    """configs of the checkout, or where an installed package keeps them."""
+    checkout = Path(__file__).resolve().parents[2] / "configs"
+    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "asyncrl"
 
 
 def _preset(name: str) -> list[DictConfig]:
@@ -236,10 +242,11 @@ def _layers(path: Path, seen: tuple[Path, ...]) -> list[DictConfig]:
     bases = content.pop("base", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if isinstance(bases, DictConfig | int | float) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(explain(f"base of the recipe {path}", f"{bases}", "name a file, or a list of files"))
+        raise ConfigError(explain(f"base of the recipe {path}", f"{bases}", "name cpu, gpu or a file, or several"))
     layers: list[DictConfig] = []
     for base in bases:
-        layers += _layers(path.parent / base, (*seen, path.resolve()))
+        place = _shipped() / f"{base}.yaml" if base in SHIPPED else path.parent / base
+        layers += _layers(place, (*seen, path.resolve()))
         if len(layers) > _MAX_BASES:
             found = f"with their own bases they are over {_MAX_BASES} files"
             raise ConfigError(explain(f"base of the recipe {path}", found, "include each file once"))

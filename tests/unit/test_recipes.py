@@ -1,7 +1,12 @@
 """Recipes: layers, overrides, and errors that say what was asked, what was found and what to do."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tomllib
 from dataclasses import asdict, replace
 
 import pytest
@@ -563,3 +568,30 @@ def test_a_mapping_or_list_that_is_set_to_nothing_is_emptied(tmp_path):
     assert recipe.rollout.sampling == inherited.rollout.sampling, "a section has its keys still"
     again = load_recipe(tmp_path / "mine.yaml", ["data.eval.one=data/arithmetic_test.jsonl"])
     assert again.data.eval == {"one": "data/arithmetic_test.jsonl"}
+
+
+def test_an_installed_package_knows_the_shipped_bases_and_presets(tmp_path):
+    """Without the checkout: its configs lie where pyproject.toml puts them below the prefix."""
+    shutil.copytree(ROOT / "asyncrl", tmp_path / "installed" / "asyncrl", ignore=shutil.ignore_patterns("__pycache__"))
+    data = tmp_path / "prefix"
+    for place, patterns in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "data-files"
+    ].items():
+        (data / place).mkdir(parents=True, exist_ok=True)
+        for file in (file for pattern in patterns for file in ROOT.glob(pattern)):
+            shutil.copy(file, data / place)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: cpu\nalgorithm: {preset: dapo}\nmodel: {path: ./m}\ndata: {train: t.jsonl}\n")
+    program = (
+        f"import sys; sys.prefix = {str(data)!r}\nfrom pathlib import Path\n"
+        f"from asyncrl.config.load import load_recipe\nprint(load_recipe(Path({str(recipe)!r}), []).rollout.engine)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "installed")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.returncode) == ("torch\n", 0), done.stderr
