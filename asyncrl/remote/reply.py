@@ -6,6 +6,7 @@ Imports Ray inside functions, so that code that calls actors can be imported and
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -101,6 +102,9 @@ def _late(wait: Wait) -> DeadlineExceeded:
     return DeadlineExceeded(explain(str(wait), f"no answer within {wait.timeout_s:g} s", do)).of(wait.process)
 
 
+_MEMORY = re.compile(r"\S+ used / \S+ limit|actual memory used=\S+?(?=,)")
+
+
 def _ray_error() -> type[RayError]:
     from ray.exceptions import RayError
 
@@ -119,7 +123,11 @@ def _translate(error: Exception, wait: Wait) -> NoReturn:
             raise cause from error
         raise error
     if isinstance(error, RayError):
-        found = f"{type(error).__name__}: {str(error).strip()}"
-        do = "see the process's log; a training run goes on from its last checkpoint with resume=auto"
+        text = str(error).strip()
+        found, do = f"{type(error).__name__}: {text}", "see the process's log"
+        if "running low on memory" in text:  # 50 lines, of which these numbers matter
+            found = f"Ray killed it because the memory of its machine was full: {', '.join(_MEMORY.findall(text))}"
+            do = "take less memory: trainer.max_tokens_per_microbatch, rollout.num_replicas (asyncrl-doctor tells what fits)"
+        do += "; a training run goes on from its last checkpoint with resume=auto"
         raise ProcessDied(explain(str(wait), found, do)).of(wait.process)
     raise error

@@ -31,8 +31,8 @@ from asyncrl.errors import (
     StorageError,
     WeightTransferError,
 )
-from asyncrl.remote.reply import reply
-from asyncrl.remote.waits import MESSAGE_QUEUE
+from asyncrl.remote.reply import _translate, reply
+from asyncrl.remote.waits import MESSAGE_QUEUE, Wait, trainer_rank
 from asyncrl.trainer.rank_device import await_peers
 from asyncrl.trainer.trainer_worker import TrainerWorker, in_thread
 from asyncrl.types import Manifest
@@ -492,3 +492,20 @@ def blocked(directory, rank):
 def unblock(directory, rank):
     """The rank's write goes on, and fails."""
     os.close(os.open(directory / f"__{rank}_0.distcp", os.O_RDONLY | os.O_NONBLOCK))
+
+
+FULL = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 787e) was \
+8.70GB used / 23.54GB limit (0.369602)
+Object store memory usage: [- objects spillable: 0
+Considered workers: [
+Selected to kill: (Actor(7d8d): task name=A.__init__, required resources={}, pid=4000, actual memory used=4.10GB, worker \
+ID=f71c)
+"""
+
+
+def test_a_rank_that_ray_has_killed_for_its_memory_is_told_in_one_line():
+    with pytest.raises(ProcessDied) as told:
+        _translate(ray.exceptions.OutOfMemoryError(FULL), Wait("train_step", trainer_rank(0), 1.0))
+    found = str(told.value).splitlines()[1]
+    assert found.endswith("was full: 8.70GB used / 23.54GB limit, actual memory used=4.10GB")
+    assert "trainer.max_tokens_per_microbatch" in str(told.value)
