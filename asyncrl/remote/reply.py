@@ -127,7 +127,7 @@ def _translate(error: Exception, wait: Wait) -> NoReturn:
         found, do = f"{type(error).__name__}: {text}", "see the process's log"
         if "running low on memory" in text:  # 50 lines, of which these numbers matter
             found = f"Ray killed it because the memory of its machine was full: {', '.join(_MEMORY.findall(text))}"
-            do = "take less memory: trainer.max_tokens_per_microbatch, rollout.num_replicas (asyncrl-doctor tells what fits)"
+            do = "take less memory: trainer.max_tokens_per_microbatch, rollout.num_replicas (see asyncrl-doctor)"
         do += "; a training run goes on from its last checkpoint with resume=auto"
         raise ProcessDied(explain(str(wait), found, do)).of(wait.process)
     raise error

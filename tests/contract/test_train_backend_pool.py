@@ -494,12 +494,12 @@ def unblock(directory, rank):
     os.close(os.open(directory / f"__{rank}_0.distcp", os.O_RDONLY | os.O_NONBLOCK))
 
 
-FULL = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 787e) was \
-8.70GB used / 23.54GB limit (0.369602)
+FULL = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: 7) \
+was 8.70GB used / 23.54GB limit (0.369602)
 Object store memory usage: [- objects spillable: 0
 Considered workers: [
-Selected to kill: (Actor(7d8d): task name=A.__init__, required resources={}, pid=4000, actual memory used=4.10GB, worker \
-ID=f71c)
+Selected to kill: (Actor(7d8d): task name=A.__init__, required resources={}, pid=4000, actual memory \
+used=4.10GB, worker ID=f71c)
 """
 
 
