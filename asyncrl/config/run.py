@@ -83,6 +83,8 @@ class BatchConfig:
 class CheckpointConfig:
     every_steps: NonNegativeInt = 20
     """Optimizer steps between checkpoints; one is always written at the end. 0 writes only that one."""
+    every_minutes: NonNegative = 0.0
+    """A checkpoint also after the first step that ends this long after the last one; 0: no. For long steps."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
     background: bool = True

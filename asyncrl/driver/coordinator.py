@@ -101,6 +101,8 @@ class Coordinator:
         self._next_step = NextStep(parts, self._planner)
         self._staleness = StalenessPolicy(recipe.batch.groups_per_step, recipe.max_lag)
         self._guard = GuardLoop(recipe, parts.queue, parts.events)
+        self._saves, self._saved_at = (-1, False), time.monotonic()
+        """(step, whether a checkpoint follows it), and when the last one was begun."""
         self._findings = LiveFindings({"rollout.engine": recipe.rollout.engine})
         self._stop = asyncio.Event()
         self.restored = asyncio.Event()
@@ -222,6 +224,7 @@ class Coordinator:
                 await self._publisher.settle()
                 with self._clock.time.during(Metric.TRAINER_CHECKPOINT):
                     await self._writer.save(self._state())
+                self._saved_at = time.monotonic()
         self._finishing = True  # the step is complete: the rest has its own deadlines
         await self._publisher.settle()
         await self._writer.last(self._state())
@@ -251,8 +254,12 @@ class Coordinator:
         return self.step < self._recipe.run.max_steps and not (self._stop.is_set() or self._guard.stopped)
 
     def _saves_after(self, step: int) -> bool:
-        every = self._recipe.checkpoint.every_steps
-        return every > 0 and step % every == 0
+        """Decided once for a step, since the next lease depends on it too."""
+        if self._saves[0] != step:
+            config, since_s = self._recipe.checkpoint, time.monotonic() - self._saved_at
+            by_steps = config.every_steps > 0 and step % config.every_steps == 0
+            self._saves = step, by_steps or 0 < 60 * config.every_minutes <= since_s
+        return self._saves[1]
 
     async def _one_step(self) -> bool:
         """Leases, trains, commits and publishes one step; False if a stop came before its groups were ready.

@@ -305,6 +305,13 @@ async def test_a_run_publishes_every_step_and_leaves_a_checkpoint(tmp_path, over
     assert (rig.queue.committed, rig.saved()) == ([0, 1, 2], ["step_3"])
 
 
+@pytest.mark.parametrize(("minutes", "saved"), [(1e-6, ["step_3", "step_4"]), (60, ["step_4"])])
+async def test_a_checkpoint_follows_the_first_step_after_some_minutes(tmp_path, minutes, saved):
+    rig = Rig(tmp_path, "checkpoint.every_steps=0", f"checkpoint.every_minutes={minutes}", max_steps=4)
+    await rig.run()
+    assert rig.saved() == saved, "the last two are kept"
+
+
 async def test_while_it_waits_for_groups_a_newcomer_alone_gets_the_published_version(tmp_path):
     rig = Rig(tmp_path)
     running = await waiting_for_groups(rig, 0)
