@@ -23,7 +23,7 @@ from asyncrl.driver.next_step import NextStep
 from asyncrl.driver.off_policy import GuardLoop, LiveFindings
 from asyncrl.driver.publisher import Publisher
 from asyncrl.driver.step_record import ReplicaShares, StepClock, StepRecord
-from asyncrl.errors import ConfigError, DeadlineExceeded, ProcessDied, cause, explain
+from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError, ProcessDied, cause, explain
 from asyncrl.inference.engines import ENGINES
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.queue.staleness import StalenessPolicy
@@ -241,7 +241,15 @@ class Coordinator:
         sequences = await parts.queue.call(CALL_TIMEOUT_S, MessageQueue.some_ready, COMPARED)
         if sequences:
             ours = await parts.trainers.logprobs(sequences)
-            theirs = await parts.rollouter.score(sequences, recipe.rollout.request_timeout_s)
+            try:
+                theirs = await parts.rollouter.score(sequences, recipe.rollout.request_timeout_s)
+            except (
+                GenerationError,
+                ProcessDied,
+                DeadlineExceeded,
+            ) as error:  # others watch over replicas and rollouters
+                logger.warning("replicas and trainer were not compared after the resume: %s", error)
+                return
             masks = [sequence.loss_mask for sequence in sequences]
             self._guard.compare(
                 self.step,

@@ -17,7 +17,7 @@ from asyncrl.driver import coordinator, evaluation_schedule
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
-from asyncrl.errors import DeadlineExceeded, NoParity, ProcessDied, RunFailed, StorageError
+from asyncrl.errors import DeadlineExceeded, GenerationError, NoParity, ProcessDied, RunFailed, StorageError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
@@ -731,6 +731,19 @@ async def test_a_resumed_run_compares_stored_responses_before_it_trains(tmp_path
             await again.run()
     assert again.rollouter.scored == coordinator.COMPARED
     assert again.queue.committed == ([2] if ends else [])
+
+
+async def test_a_resumed_run_that_cannot_compare_trains_on(tmp_path, caplog):
+    await Rig(tmp_path, max_steps=1).run()
+    again = Rig(tmp_path, max_steps=2, start_from=tmp_path / "checkpoints" / "step_1")
+    again.queue.stored = [trajectory()]
+
+    async def dies(sequences, timeout_s):
+        raise GenerationError("every replica is lost")
+
+    again.rollouter.score = dies
+    await again.run()
+    assert "were not compared after the resume: every replica is lost" in caplog.text
 
 
 async def test_a_guard_that_watches_changes_nothing(tmp_path):

@@ -154,10 +154,8 @@ class Rollouters:
 
     async def score(self, sequences: Sequence[Trajectory], timeout_s: float) -> list[np.ndarray]:
         """`Rollouter.score`, by the first rollouter. Raises ProcessDied, DeadlineExceeded, GenerationError."""
-        member = self._members[0]
-        async with asyncio.timeout(timeout_s):
-            await member.ready.wait()
-        return await member.current.actor.call(timeout_s, Rollouter.score, tuple(sequences))
+        current = self._members[0].current
+        return await current.actor.call(timeout_s, Rollouter.score, tuple(sequences))
 
     async def set_replicas(self, table: ReplicaTable) -> None:
         """Gives the table to the rollouters, and later to each replacement. A rollouter that is not up yet gets it at
