@@ -48,13 +48,13 @@ class PlainModel(Generic[Output]):
         return [self._forward(tokens) for tokens in batches]
 
     def forward_backward(
-        self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: bool
+        self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: Sequence[bool]
     ) -> list[Part]:
         parts = []
         for at, tokens in enumerate(batches):
-            with torch.set_grad_enabled(learns):
+            with torch.set_grad_enabled(learns[at]):
                 part = loss_function(at, self._forward(tokens))
-            if learns:
+            if learns[at]:
                 part.loss.backward()
             parts.append(part.detached())
         return parts
