@@ -130,6 +130,7 @@ def test_what_a_crash_or_a_missing_network_kept_from_wandb_is_sent_later(server,
     assert "sent 0 of 15 steps" in again.stdout, again.stderr
 
 
+@pytest.mark.slow
 def test_an_offline_record_is_complete(tmp_path):
     path = run_directory(tmp_path / "run")
     write(path, 1, 50, "as usual", server=None, home=tmp_path)

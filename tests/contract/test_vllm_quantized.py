@@ -58,6 +58,7 @@ async def publish(engine, sender, number, weights):
     await engine.resume()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_a_publish_is_quantised_as_the_files_of_the_same_weights_are(tmp_path):
     paths = [write_random_qwen3(tmp_path / str(seed), seed=seed, **SHAPE) for seed in (0, 1)]
