@@ -123,7 +123,7 @@ def test_gpus_that_torch_does_not_find(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_memory_is_compared_with_the_machine_that_computes(inputs, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 << 20))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 << 20))
     here = found()["memory"]
     assert (here.status, "0.1 GiB" in here.text) == ("bad", False)
     assert "of 0 GiB free" in here.text

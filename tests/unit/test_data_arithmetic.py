@@ -134,6 +134,6 @@ def test_the_tool_writes_what_the_loader_reads_the_same_again(tmp_path: Path, sc
 def test_the_files_have_the_schema_of_dapo_math(tmp_path: Path) -> None:
     run_tool(tmp_path)
     record = json.loads((tmp_path / "arithmetic_train.jsonl").read_text().splitlines()[0])
-    assert set(record) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+    assert set(record) == {"data_source", "prompt", "reward_model", "extra_info"}
     assert set(record["reward_model"]) == {"ground_truth", "style"}
     assert set(record["prompt"][0]) == {"role", "content"}
