@@ -87,6 +87,7 @@ class GuardLoop:
         """Judges log-probabilities of one version, of the replicas and of the trainer. Raises NoParity."""
         apart = np.concatenate(theirs).astype(np.float64) - np.concatenate(ours)
         tails = float(np.mean(np.abs(apart) > math.log(2)))
+        logger.info("replicas and trainer differ by %.2g nats a token on %d stored tokens", apart.mean(), len(apart))
         seen = {Metric.LAG_TOKENS: 1.0, Metric.LAG_KL: float(apart.mean()), Metric.LAG_TAILS: tails}
         self._check_parity(step, {family.of("0"): value for family, value in seen.items()})
         if self.stopped is not None:
