@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from asyncrl.checkpoint.store import RunState, read_state
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.checkpoint_writer import CheckpointWriter
@@ -39,6 +41,7 @@ from asyncrl.types import (
     PublishReport,
     ReplicaStats,
     TrainMetrics,
+    Trajectory,
 )
 from asyncrl.types.events import StepTrained, TrainingResumed
 from asyncrl.types.metrics import Metric
@@ -208,9 +211,14 @@ class Coordinator:
         # The checkpoint is the truth now: later steps of the same directory are cut off or set aside.
         parts.metrics.truncate_after(self.step)
         parts.checkpoints.set_aside_after(self.step)
+        sequences = await self._stored()
+        ours = (
+            await parts.trainers.logprobs(sequences) if sequences else []
+        )  # its turn, if devices are shared
         await self._publisher.publish(self.step)
         self._publisher.take()  # it belongs to no step
-        await self._compare()
+        if sequences:
+            await self._compare(sequences, ours)
         self.restored.set()
         self._initial = await self._evaluations.before_training() if self.step == 0 else {}
         started = await parts.replicas.stats()
@@ -231,31 +239,26 @@ class Coordinator:
         if self._guard.stopped is not None:
             raise self._guard.stopped
 
-    async def _compare(self) -> None:
-        """After a resume no token of lag 0 may ever come (mode one_step_off): stored responses are scored by the
-        replicas and the trainer, which have the same version now. Where engines cannot score, or take turns with the
-        trainer, the first tokens of lag 0 decide."""
-        recipe, parts = self._recipe, self._parts
-        if self.step == 0 or recipe.is_colocated or not ENGINES[recipe.rollout.engine].scores:
+    async def _stored(self) -> list[Trajectory]:
+        """Responses on which replicas and trainer are compared after a resume, since no token of lag 0 may ever come
+        (mode one_step_off). None where engines cannot score: the first tokens of lag 0 decide."""
+        if self.step == 0 or not ENGINES[self._recipe.rollout.engine].scores:
+            return []
+        return await self._parts.queue.call(CALL_TIMEOUT_S, MessageQueue.some_ready, COMPARED)
+
+    async def _compare(self, sequences: Sequence[Trajectory], ours: Sequence[np.ndarray]) -> None:
+        """Compares the trainer's log-probabilities with the replicas', which have the same version now."""
+        try:
+            theirs = await self._parts.rollouter.score(sequences, self._recipe.rollout.request_timeout_s)
+        except (GenerationError, ProcessDied, DeadlineExceeded) as error:  # others watch over replicas and rollouters
+            logger.warning("replicas and trainer were not compared after the resume: %s", error)
             return
-        sequences = await parts.queue.call(CALL_TIMEOUT_S, MessageQueue.some_ready, COMPARED)
-        if sequences:
-            ours = await parts.trainers.logprobs(sequences)
-            try:
-                theirs = await parts.rollouter.score(sequences, recipe.rollout.request_timeout_s)
-            except (
-                GenerationError,
-                ProcessDied,
-                DeadlineExceeded,
-            ) as error:  # others watch over replicas and rollouters
-                logger.warning("replicas and trainer were not compared after the resume: %s", error)
-                return
-            masks = [sequence.loss_mask for sequence in sequences]
-            self._guard.compare(
-                self.step,
-                [found[mask] for found, mask in zip(theirs, masks, strict=True)],
-                [found[mask] for found, mask in zip(ours, masks, strict=True)],
-            )
+        masks = [sequence.loss_mask for sequence in sequences]
+        self._guard.compare(
+            self.step,
+            [found[mask] for found, mask in zip(theirs, masks, strict=True)],
+            [found[mask] for found, mask in zip(ours, masks, strict=True)],
+        )
 
     @property
     def _goes_on(self) -> bool:

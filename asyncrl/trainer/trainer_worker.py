@@ -198,7 +198,9 @@ class TrainerWorker(HasConnections):
     @in_thread("train")
     def logprobs(self, sequences: Sequence[Trajectory]) -> list[np.ndarray]:
         """[T] float32 for each, at temperature 1; collective, all ranks with the same sequences."""
-        return [self._backend.logprobs(_plan(s), {(0, 0): s})[0, 0].numpy() for s in sequences]
+        found = [self._backend.logprobs(_plan(s), {(0, 0): s})[0, 0].numpy() for s in sequences]
+        self._device.give_back()
+        return found
 
     @in_thread("train")
     def snapshot_weights(self) -> None:
