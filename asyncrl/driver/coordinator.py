@@ -212,9 +212,7 @@ class Coordinator:
         parts.metrics.truncate_after(self.step)
         parts.checkpoints.set_aside_after(self.step)
         sequences = await self._stored()
-        ours = (
-            await parts.trainers.logprobs(sequences) if sequences else []
-        )  # its turn, if devices are shared
+        ours = await parts.trainers.logprobs(sequences) if sequences else []  # its turn, if devices are shared
         await self._publisher.publish(self.step)
         self._publisher.take()  # it belongs to no step
         if sequences:
