@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -53,12 +54,13 @@ def write_json(value: Any, **options: Any) -> str:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Appends a line in one write, so that lines of several processes never mix. Raises StorageError, also for a pipe
-    that nobody reads."""
+    """Appends a line in one write, so that lines of several processes never mix. Raises StorageError, also for a pipe,
+    which could block for ever."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644), "wb", 0) as file:
-            os.set_blocking(file.fileno(), True)  # a pipe with a reader waits for it
+            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+                raise OSError("it is a pipe")
             data = f"{line}\n".encode()
             if (written := file.write(data)) != len(data):
                 raise OSError(f"only {written} of {len(data)} bytes were written")

@@ -48,13 +48,19 @@ def parse_task(words: Sequence[str]) -> Task:
     return task
 
 
-def distinct(task: Task, number: int, seed: int) -> list[dict[str, Any]]:
-    """Rows of different questions. Raises ValueError: the task does not have so many."""
-    found: dict[str, dict[str, Any]] = {}
+def distinct(task: Task, number: int, seed: int, taken: set[str]) -> list[dict[str, Any]]:
+    """Rows of different questions, none of them in `taken`, which gets them. Raises ValueError: the task does not have
+    so many."""
+    found: list[dict[str, Any]] = []
+    if not number:
+        return found
     for row in rows(task, MOST_DRAWS * number, seed):
-        found.setdefault(row["prompt"], row)
+        if row["prompt"] in taken:
+            continue
+        taken.add(row["prompt"])
+        found.append(row)
         if len(found) == number:
-            return list(found.values())
+            return found
     asked = f"{number} different questions of {task.name} with {task.config}"
     do = "ask for fewer, or give the task a configuration with more"
     raise ValueError(explain(asked, f"{len(found)} in {MOST_DRAWS * number} draws", do))
@@ -91,8 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         tasks = [parse_task(words) for words in options.task]
         parts: dict[str, list[dict[str, Any]]] = {"test": [], "train": []}
+        taken: set[str] = set()  # two tasks may ask the same
         for task, train, test in zip(tasks, shares(options.train, tasks), shares(options.test, tasks), strict=True):
-            found = distinct(task, train + test, options.seed)
+            found = distinct(task, train + test, options.seed, taken)
             parts["test"] += found[:test]
             parts["train"] += found[test:]
     except ValueError as error:

@@ -396,10 +396,13 @@ async def _answer(
         results: dict[str, EvalResult] = {}
         ends = time.monotonic() + recipe.eval.timeout_s
         for name in held_out:
-            left_s = ends - time.monotonic()
-            if results and left_s <= 0:
-                break
-            results[name] = await rollouter.evaluate(name, recipe.run.seed, left_s, show=show, takes_part=True)
+            left_s = max(0.0, ends - time.monotonic())
+            try:
+                results[name] = await rollouter.evaluate(name, recipe.run.seed, left_s, show=show, takes_part=True)
+            except DeadlineExceeded:
+                if not results:
+                    raise
+                break  # the sets before it have their results
         return results
 
     tasks: list[asyncio.Task[Any]] = []

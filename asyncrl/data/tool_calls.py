@@ -227,8 +227,9 @@ class ToolPrompt:
     def is_in(self, prompt: str) -> bool:
         """Whether a prompt names every tool and every parameter: some templates know one form of schemas only."""
         functions = [schema.get("function", schema) for schema in self.schemas]
-        parameters = [function.get("parameters") or {} for function in functions]
-        keys = (key for each in parameters for key in each.get("properties", each) if key not in ("type", "required"))
+        parameters = [found for function in functions if isinstance(found := function.get("parameters"), Mapping)]
+        properties = (each.get("properties", each) or {} for each in parameters)
+        keys = (key for each in properties for key in each if key not in ("type", "required"))
         return all(str(name) in prompt for name in (*(function["name"] for function in functions), *keys))
 
 

@@ -86,6 +86,8 @@ class GuardLoop:
     def compare(self, step: int, theirs: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> None:
         """Judges log-probabilities of one version, of the replicas and of the trainer. Raises NoParity."""
         apart = np.concatenate(theirs).astype(np.float64) - np.concatenate(ours)
+        if not len(apart):  # no token of them is trained
+            return
         tails = float(np.mean(np.abs(apart) > math.log(2)))
         logger.info("replicas and trainer differ by %.2g nats a token on %d stored tokens", apart.mean(), len(apart))
         seen = {Metric.LAG_TOKENS: 1.0, Metric.LAG_KL: float(apart.mean()), Metric.LAG_TAILS: tails}

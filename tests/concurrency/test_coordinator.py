@@ -6,6 +6,7 @@ The checkpoint engine, the logs and the checkpoint store are real; trainer, repl
 import asyncio
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -722,7 +723,8 @@ async def test_a_resumed_run_compares_stored_responses_before_it_trains(tmp_path
     keys = ("mode=one_step_off", *overrides)
     await Rig(tmp_path, *keys, max_steps=2).run()
     again = Rig(tmp_path, *keys, max_steps=3, start_from=tmp_path / "checkpoints" / "step_2")
-    again.queue.stored = [trajectory(seed=seed) for seed in range(6)]
+    silent = trajectory(seed=9)
+    again.queue.stored = [replace(silent, loss_mask=~silent.loss_mask), *(trajectory(seed=seed) for seed in range(5))]
     again.rollouter.apart = apart
     if ends:
         await again.run()

@@ -37,6 +37,12 @@ def test_sets_share_no_question_and_tasks_have_their_shares(tmp_path):
     check_rows(RewardConfig(function="reasoning_gym"), [*train, *test])
 
 
+def test_two_tasks_that_ask_the_same_share_no_question_either(tmp_path):
+    words = ("--task", "chain_sum", SUMS, "--task", "chain_sum", SUMS, "--train", "200", "--test", "100")
+    train, test = rows_of(tmp_path, *words)
+    assert len({row.messages for row in (*train, *test)}) == 300
+
+
 @pytest.mark.parametrize(
     ("kind", "right", "wrong"),
     [

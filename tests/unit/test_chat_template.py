@@ -131,6 +131,8 @@ def test_tools_of_which_the_template_leaves_out_parameters_are_told_in_words():
     flat = {"name": "weather", "parameters": {"city": {"type": "str"}}}
     for record in ({"prompt": [ASKED], "tools": [flat]}, {"prompt": [ASKED], "extra_info": {"tools": [flat]}}):
         assert '"city"' in renderer_text(record, names)
+    odd = {"name": "weather", "parameters": {"type": "object", "properties": None}}
+    renderer_text({"prompt": [ASKED], "tools": json.dumps([odd, {"name": "now", "parameters": "none"}])})
     assert "You can call" not in renderer_text({"prompt": [ASKED], "tools": [flat]}), "this one writes schemas whole"
 
 

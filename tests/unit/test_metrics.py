@@ -61,6 +61,14 @@ def test_a_pipe_in_place_of_a_file_is_an_error_and_no_wait(tmp_path):
         append_line(tmp_path / "samples.jsonl", "{}")
 
 
+def test_a_pipe_with_a_slow_reader_is_an_error_too(tmp_path):
+    os.mkfifo(tmp_path / "samples.jsonl")
+    reader = os.open(tmp_path / "samples.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(StorageError, match="it is a pipe"):
+        append_line(tmp_path / "samples.jsonl", "{}")
+    os.close(reader)
+
+
 def test_a_line_that_is_written_in_part_is_an_error(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
