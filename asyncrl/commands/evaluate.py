@@ -156,10 +156,10 @@ def _evaluate_found(
         rates = _by_source(held_out[name], result)
         dropped = held_out[name].num_dropped
         report = Report(arguments.checkpoint, dataset, version, recipe.eval.temperature, dropped, result, rates)
-        for prompt, response, reward in result.shown:
-            say(f"\n{prompt}\n-> {response!r}\n   reward {reward:g}", markup=False)
         if len(held_out) > 1:
             say(f"\n{dataset}", style="bold")
+        for prompt, response, reward in result.shown:
+            say(f"\n{prompt}\n-> {response!r}\n   reward {reward:g}", markup=False)
         console.print(_table(report))
         if arguments.json:
             plain_console().print(report.as_json())
