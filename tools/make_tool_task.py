@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 RECORD = "tool_task.json"
 DATA_SOURCE = "asyncrl_tool_sums"
 OPEN, CLOSE = "<calculator>", "</calculator>"
-TOKENS = (OPEN, CLOSE, "Compute", "calculator", "tools", "tool", "```python", "print")
+TOKENS = (OPEN, CLOSE, "Compute", "calculator", "expression", "tool", "```python", "print")
 """Eight, so that the vocabulary stays a multiple of eight."""
 CHAT_TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\\ntools:' }}"
-    "{%- for tool in tools %}{{- ' ' + tool.function.name }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}"
+    "{%- for tool in tools %}{{- ' ' + tool.function.name }}"
+    "{%- for key in tool.function.parameters.properties %}{{- ' ' + key }}{%- endfor %}"
+    "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}"
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
     "{%- endfor %}"
@@ -122,7 +124,7 @@ def _program(tokenizer: PreTrainedTokenizerFast, task: Sum, *, computed: bool) -
 
 def _conversation(tokenizer: PreTrainedTokenizerFast, task: Sum, *, computed: bool) -> Example:
     """Trained on what the assistant says in it."""
-    tools = [{"function": {"name": "calculator"}}]
+    tools = [{"function": {"name": Calculator.name, "parameters": Calculator.parameters}}]
     messages = [{"role": "user", "content": task.question}]
     parts = [
         (str(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)), False)

@@ -1,5 +1,6 @@
 import asyncio
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +66,14 @@ def build(name: str):
 def test_built_in_rewards_are_found_by_name() -> None:
     config = {"pattern": "x", "remote": RemoteRewardConfig(url="http://localhost:1/")}
     for name in REWARDS:
-        assert callable(build_reward(RewardConfig(function=name, **config)))
+        if name != "reasoning_gym":  # an extra: tests/contract/test_reasoning_gym.py, and below where it is missing
+            assert callable(build_reward(RewardConfig(function=name, **config)))
+
+
+def test_a_reward_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"pip install 'asyncrl\[reasoning-gym\]'"):
+        build("reasoning_gym")
 
 
 def test_exact_reward_ignores_whitespace_only() -> None:
