@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
 from asyncrl.errors import explain
-from asyncrl.rewards.reasoning_gym import make_dataset
+from asyncrl.rewards.reasoning_gym import make_dataset, record_of
 
 MOST_DRAWS = 50
 """Draws for each row that is asked for, before a task counts as exhausted."""
@@ -69,15 +69,7 @@ def distinct(task: Task, number: int, seed: int, taken: set[str]) -> list[dict[s
 def rows(task: Task, number: int, seed: int) -> Iterator[dict[str, Any]]:
     dataset = make_dataset(task.name, task.config, seed, number)
     for index in range(number):
-        entry = dataset[index]
-        entry_of = {"task": task.name, "config": task.config, "seed": seed, "index": index}
-        answer = entry["answer"]
-        yield {
-            "prompt": entry["question"],
-            "answer": None if answer is None else str(answer),
-            "data_source": f"reasoning_gym/{task.name}",
-            "extra_info": entry_of,
-        }
+        yield record_of(task.name, task.config, seed, index, dataset[index])
 
 
 def shares(total: int, tasks: Sequence[Task]) -> list[int]:

@@ -33,7 +33,8 @@ _TAKEN = """
     rollout.openenv.action rollout.openenv.action_tag rollout.openenv.observation
     reward.pattern reward.group.pairwise reward.judge.prompt reward.judge.answers reward.judge.pattern
     reward.judge.pairwise eval.pass_at
-    resume data.train data.mixture data.eval run.name run.dir rollout.serve.enabled rollout.serve.model_name
+    resume data.train data.options data.mixture data.eval run.name run.dir
+    rollout.serve.enabled rollout.serve.model_name
     trainer.fsdp.reduce_every_microbatch trainer.fsdp.reshard_after_forward trainer.fsdp.activation_checkpointing
     trainer.fsdp.offload_parameters trainer.fsdp.offload_optimizer trainer.fsdp.share_prompts
     trainer.megatron.sequence_parallel trainer.megatron.offload_optimizer trainer.device trainer.compile

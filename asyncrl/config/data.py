@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 from asyncrl.config.checks import require, section
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
@@ -13,6 +13,8 @@ class SourceConfig:
     """As data.train."""
     weight: Positive = 1.0
     """Share of the prompts, relative to the other sources."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """As data.options."""
 
 
 @section("data.curriculum.")
@@ -41,8 +43,11 @@ class CurriculumConfig:
 @section("data.")
 class DataConfig:
     train: str = ""
-    """JSONL or parquet file, a directory of one of them, or a hub name (`org/name` or `org/name/config`, with
-    `:split`)."""
+    """JSONL or parquet file, a directory of one of them, a hub name (`org/name` or `org/name/config`, with `:split`),
+    or a generator `package.module:Name`, which draws a new row for every group."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the generator: `Name(seed, **options)[index]` is the row `index`, an object as in a file. It must be
+    the same whenever it is asked for."""
     mixture: dict[str, SourceConfig] = field(default_factory=dict)
     """Several training sets instead of data.train: name -> path and weight."""
     schema: Literal["auto", "verl", "gsm8k", "prompt_answer", "conversations"] = "auto"

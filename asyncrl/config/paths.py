@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl.errors import ConfigError, explain
@@ -49,6 +50,16 @@ def is_place(name: str) -> bool:
     if path.exists() or name.startswith((".", "/", "~")) or path.suffix in SUFFIXES:
         return True
     return "/" in name and ":" not in name and (path.parts[0] in FOLDERS or path.parent.is_dir())
+
+
+def is_generator(name: str) -> bool:
+    """True if `name` is `package.module:Name`. A name without a dot is one only if that module exists: other such names
+    are a hub's `dataset:split`."""
+    module, colon, attribute = name.partition(":")
+    parts = module.split(".")
+    if not colon or not attribute.isidentifier() or not all(map(str.isidentifier, parts)):
+        return False
+    return len(parts) > 1 or find_spec(module) is not None
 
 
 def _path(name: str) -> Path:

@@ -1,21 +1,28 @@
-"""Reads a dataset from a file, a directory or the hub: `load_rows`. Files are read in order of their names."""
+"""Reads a dataset from a file, a directory or the hub: `load_rows`, or draws one: `GeneratedRows`. Files are read in
+order of their names."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.paths import how_to_make, is_place
+from asyncrl.config.data import DataConfig
+from asyncrl.config.paths import how_to_make, is_generator, is_place
 from asyncrl.data.rows import PromptRow, RowReader, Schema, with_system_prompt
 from asyncrl.errors import DataError, explain
+from asyncrl.registry import resolve
 
 SUFFIXES = (".jsonl", ".parquet")
 READ_ROWS = 4096
 """Rows of a parquet file or a hub dataset per read."""
+MOST_DRAWS = 50
+"""Rows of a generator that may be refused before one is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,9 @@ def read_rows(
     Raises DataError: nothing there, no rows, or a malformed row (named by file and line).
     """
     reader = RowReader(schema, unused)
+    if is_generator(source) and not is_place(source):
+        do = "write some of its rows to a file, and name that: only training rows are drawn from a generator"
+        raise DataError(explain(f"the dataset {source}", "a generator, which has no end", do))
     if is_place(source):
         path = Path(source).expanduser()
         if not path.exists():
@@ -91,8 +101,63 @@ def read_hub(hub: HubName, reader: RowReader | None = None) -> Iterator[PromptRo
     yield from _batch_rows(batches, str(hub), reader)
 
 
+class GeneratedRows:
+    """The rows of a generator, `data.train` or a source of the mixture: each a pure function of its index."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], key: str, data: DataConfig) -> None:
+        """`key`: decides the seeds. Raises ConfigError, DataError: the generator cannot be imported or made."""
+        self.name = name
+        self._options = dict(options)
+        self._key = key
+        self._data = data
+        self._made: dict[int, Any] = {}
+        self.reader = RowReader(data.schema)
+        self._generator(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_made": {}}  # made again in each process: what users bring need not be picklable
+
+    def row(self, index: int, is_taken: Callable[[PromptRow], bool]) -> PromptRow:
+        """The first row taken of those drawn for `index`, each with its own seed.
+
+        Raises DataError: none is taken, the generator fails, or a row is malformed.
+        """
+        for draw in range(MOST_DRAWS):
+            origin = f"{self.name}(seed={self._seed(draw)})[{index}]"
+            try:
+                record = json.loads(json.dumps(self._generator(draw)[index]))  # as a file would give it
+            except Exception as error:
+                raise DataError(explain(f"the row {origin}", _named(error), "correct the generator")) from error
+            row = self.reader.record(record, origin)
+            if self._data.system_prompt is not None:
+                row = with_system_prompt(row, self._data.system_prompt)
+            if is_taken(row):
+                return row
+        found = f"none of {MOST_DRAWS} rows: their prompts are too long, or questions of held-out sets"
+        do = "give the generator more questions, raise data.max_prompt_tokens, or hold out fewer"
+        raise DataError(explain(f"a row of {self.name}, index {index}", found, do))
+
+    def _seed(self, draw: int) -> int:
+        """31 bits, which numpy takes too."""
+        return int.from_bytes(hashlib.blake2b(f"{self._key} {draw}".encode(), digest_size=4).digest(), "little") >> 1
+
+    def _generator(self, draw: int) -> Any:
+        if draw not in self._made:
+            found: Any = resolve("data.train", self.name, {})
+            try:
+                self._made[draw] = found(seed=self._seed(draw), **self._options)
+            except Exception as error:
+                do = "correct the generator, or its arguments in options"
+                raise DataError(explain(f"{self.name} with {self._options}", _named(error), do)) from error
+        return self._made[draw]
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _why(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}"
+    text = _named(error)
     if isinstance(error, ConnectionError):
         return f"the hub cannot be reached, and the cache does not have it ({text})"
     return text

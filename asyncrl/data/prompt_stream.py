@@ -37,7 +37,7 @@ def build_stream(prompts: TrainingSet, seed: int, shuffle: bool) -> Stream:
             PromptStream(
                 source.stop - source.start,
                 _seed_of(seed, source.name),
-                shuffle,
+                shuffle and not source.is_endless,
                 ease=None if prompts.ease is None else prompts.ease[source.start : source.stop],
                 curriculum=prompts.curriculum,
             )

@@ -19,6 +19,8 @@ import numpy as np
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import unwritable
 
+ENDLESS = 2**40
+"""Rows of a generator, by number: more than any run asks for, and more than any table has."""
 BATCH_ROWS = 1024
 """Rows per batch: few enough that reading a row touches few pages, many enough that the batch list stays short."""
 
@@ -154,12 +156,17 @@ def _row(record: dict[str, Any]) -> PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """Rows `[start, stop)` of the training prompts come from the source `name`, which has `weight` in the mixture."""
+    """Rows `[start, stop)` of the training prompts come from the source `name`, which has `weight` in the mixture.
+    Generator number k has `[(k + 1) * ENDLESS, (k + 2) * ENDLESS)`."""
 
     name: str
     weight: float
     start: int
     stop: int
+
+    @property
+    def is_endless(self) -> bool:
+        return self.start >= ENDLESS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.config.data import CurriculumConfig, DataConfig
-from asyncrl.data.dataset import read_rows
-from asyncrl.data.row_table import RowTable, RowWriter, SourceRows
+from asyncrl.config.data import CurriculumConfig, DataConfig, SourceConfig
+from asyncrl.config.paths import is_generator, is_place
+from asyncrl.data.dataset import GeneratedRows, read_rows
+from asyncrl.data.row_table import ENDLESS, RowTable, RowWriter, SourceRows
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, none_short, too_long
 from asyncrl.errors import DataError, explain
@@ -46,21 +47,28 @@ class TrainingSet:
     sources: tuple[SourceRows, ...] = ()
     ease: np.ndarray | None = None
     curriculum: CurriculumConfig | None = None
+    generators: tuple[GeneratedRows, ...] = ()
+    drawn: tuple[PromptRow, ...] = ()
+    """The first rows of the generators, for checks."""
+
+    def row(self, index: int, is_taken: Callable[[PromptRow], bool]) -> PromptRow:
+        """Row `index` of `build_stream`'s order. `is_taken`: of a row that is drawn. Raises DataError, as
+        `GeneratedRows.row`."""
+        number, place = divmod(index, ENDLESS)
+        return self.rows[place] if number == 0 else self.generators[number - 1].row(place, is_taken)
 
 
-def sources_of(data: DataConfig) -> dict[str, tuple[str, float]]:
-    """name -> (path or hub name, weight) of the training sources."""
-    if data.mixture:
-        return {name: (source.path, source.weight) for name, source in data.mixture.items()}
-    return {"train": (data.train, 1.0)}
+def sources_of(data: DataConfig) -> dict[str, SourceConfig]:
+    """name -> source of the training rows."""
+    return data.mixture or {"train": SourceConfig(path=data.train, options=data.options)}
 
 
 def training_prompts(
-    data: DataConfig, renderer: PromptRenderer | None, may_read: Callable[[str], bool]
+    data: DataConfig, renderer: PromptRenderer | None, may_read: Callable[[str], bool], seed: int = 0
 ) -> TrainingSet | None:
     """All training prompts; None if incomplete: no `renderer`, or a source that may not be read.
 
-    Reads every permitted source in any case, to find bad rows.
+    Reads every permitted source in any case, to find bad rows; of a generator, whose rows `seed` decides, the first.
 
     Raises:
         DataError: a row is malformed, lacks the curriculum's number or has too long a prompt; or a source has no row
@@ -70,14 +78,23 @@ def training_prompts(
     collected = _Collected(data, renderer)
     complete = renderer is not None
     sources: list[SourceRows] = []
-    for name, (path, weight) in sources_of(data).items():
-        if not may_read(path):
+    for name, source in sources_of(data).items():
+        if not may_read(source.path):
             complete = False
             continue
-        start = len(collected.writer)
-        collected.read(path)
-        sources.append(SourceRows(name, weight, start, len(collected.writer)))
-    return collected.training_set(tuple(sources) if data.mixture else ()) if complete else None
+        if is_generator(source.path) and not is_place(source.path):
+            collected.draw(GeneratedRows(source.path, source.options, f"{seed} {name}", data))
+            start, stop = (ENDLESS * (len(collected.generators) + more) for more in (0, 1))
+        else:
+            if source.options:
+                do = "leave the options out, or name a generator `package.module:Name`"
+                raise DataError(explain(f"options of {source.path}", "they are arguments of a generator", do))
+            start = len(collected.writer)
+            collected.read(source.path)
+            stop = len(collected.writer)
+        sources.append(SourceRows(name, source.weight, start, stop))
+    whole = data.mixture or collected.generators
+    return collected.training_set(tuple(sources) if whole else ()) if complete else None
 
 
 class _Collected:
@@ -91,6 +108,20 @@ class _Collected:
         self._ease: list[float] = []
         self._duplicates = self._filtered = self._dropped = 0
         self._unused: set[str] = set()
+        self.generators: list[GeneratedRows] = []
+        self._drawn: list[PromptRow] = []
+
+    def draw(self, generator: GeneratedRows) -> None:
+        """Adds a generator, and checks its first rows. Raises DataError."""
+        if self._data.curriculum.key:
+            do = "leave it out, or write rows of the generator to a file"
+            raise DataError(explain(f"data.curriculum.key={self._data.curriculum.key}", generator.name, do))
+        self.generators.append(generator)
+        renderer = self._renderer
+        for index in range(TOKENIZED_ROWS):
+            row = generator.row(index, lambda row: renderer is None or self._fits(row, renderer))
+            self._drawn.append(row)
+        self._unused |= generator.reader.unused
 
     def read(self, path: str) -> None:
         """Adds the rows of one source. Raises DataError, StorageError."""
@@ -104,7 +135,8 @@ class _Collected:
             in_range += 1
             if self._renderer is None:
                 continue
-            if self._take(row, self._renderer):
+            if self._fits(row, self._renderer, tokenizes=len(self.writer) < TOKENIZED_ROWS):
+                self.writer.add(row)
                 self._ease.append(ease)
                 taken += 1
             else:
@@ -134,6 +166,8 @@ class _Collected:
             sources=sources,
             ease=ease,
             curriculum=self._data.curriculum if key else None,
+            generators=tuple(self.generators),
+            drawn=tuple(self._drawn),
         )
 
     def _distinct(self, rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
@@ -148,20 +182,27 @@ class _Collected:
                     continue
             yield row
 
-    def _take(self, row: PromptRow, renderer: PromptRenderer) -> bool:
-        """Adds a row; False if it is too long. Raises DataError if that is an error."""
-        text, limit = renderer.text(row), self._data.max_prompt_tokens
-        if (tokens := renderer.tokens_over(row, text, limit)) is not None:
-            if self._data.on_long_prompt == "drop":
-                return False
-            raise too_long(row, tokens, limit)
+    def _fits(self, row: PromptRow, renderer: PromptRenderer, *, tokenizes: bool = True) -> bool:
+        """Adds a row to the digest; False if it is too long. Raises DataError if that is an error."""
+        text = text_within(row, renderer, self._data)
+        if text is None:
+            return False
         # The digest covers all that a prompt or reward depends on, in order; see `TrainingSet.digest`.
         extra = json.dumps(sorted(row.extra), default=repr)
         self._digest.update("\0".join((text, row.ground_truth, extra, "")).encode())
-        if len(self.writer) < TOKENIZED_ROWS:
+        if tokenizes:
             self._digest.update(renderer.prompt_ids(row).tobytes())
-        self.writer.add(row)
         return True
+
+
+def text_within(row: PromptRow, renderer: PromptRenderer, data: DataConfig) -> str | None:
+    """The text of the row's prompt; None if it is too long. Raises DataError if that is an error."""
+    text, limit = renderer.text(row), data.max_prompt_tokens
+    if (tokens := renderer.tokens_over(row, text, limit)) is None:
+        return text
+    if data.on_long_prompt == "drop":
+        return None
+    raise too_long(row, tokens, limit)
 
 
 def likeness(row: PromptRow) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from asyncrl.chat.server import bind, is_local
 from asyncrl.config.checks import require
 from asyncrl.config.load import Loaded
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.paths import is_hub_model, is_place, require_mounted
+from asyncrl.config.paths import is_generator, is_hub_model, is_place, require_mounted
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.serving import ServeSection, check_key
 from asyncrl.config.threads import local_cores, replica_threads, trainer_threads
@@ -136,7 +137,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
             _check_processes(recipe, facts, trains=trains)
 
     def may_read(source: str) -> bool:
-        if use_hub or is_place(source):
+        if use_hub or is_place(source) or is_generator(source):
             return True
         notes.append(f"dataset {source} comes from the hub: it is looked up when the run starts")
         return False
@@ -152,10 +153,10 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
 
     # Data and rewards: every row is read and, if there is a tokenizer, rendered.
     notes += _sandbox_notes(recipe)
-    train = training_prompts(recipe.data, renderer, may_read) if trains else None
+    train = training_prompts(recipe.data, renderer, may_read, recipe.run.seed) if trains else None
     if train is not None:
-        check_rows(recipe.reward, train.rows)
-        notes += [*_mark_notes(recipe, train.rows), *_dropped_notes(train)]
+        check_rows(recipe.reward, itertools.chain(train.rows, train.drawn))
+        notes += [*_mark_notes(recipe, itertools.chain(train.rows, train.drawn)), *_dropped_notes(train)]
     held_out = {name: held_out_prompts(source) for name, source in recipe.data.eval.items()}
     notes += [*_overlap_notes(train, held_out), *_field_notes(renderer)]
     return Preflight(facts, train, held_out, tuple(notes))
@@ -211,8 +212,9 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
 
 def hub_names(recipe: Recipe) -> list[str]:
     """The models and datasets that a run looks up on the hub."""
-    sources = [*(path for path, _ in sources_of(recipe.data).values()), *recipe.data.eval.values()]
-    return [*(name for name, _ in hub_models(recipe)), *(source for source in sources if not is_place(source))]
+    sources = [*(source.path for source in sources_of(recipe.data).values()), *recipe.data.eval.values()]
+    of_hub = (source for source in sources if not is_place(source) and not is_generator(source))
+    return [*(name for name, _ in hub_models(recipe)), *of_hub]
 
 
 def hub_models(recipe: Recipe) -> list[tuple[str, str | None]]:
@@ -452,10 +454,11 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
             *([f"{found.train.num_dropped} too long, dropped"] if found.train.num_dropped else []),
             *([f"{found.train.num_filtered} outside of the curriculum"] if found.train.num_filtered else []),
         ]
-        prompts = f"{len(found.train.rows)} prompts"
+        drawn = [f"rows drawn from {each.name}" for each in found.train.generators]
+        prompts = ", ".join([*[f"{len(found.train.rows)} prompts"] * (len(found.train.rows) > 0), *drawn])
         if left_out:
             prompts += f" ({', '.join(left_out)})"
-        epochs = f" = {total / len(found.train.rows):.2f} epochs"
+        epochs = "" if drawn else f" = {total / len(found.train.rows):.2f} epochs"
     yield "data", f"{prompts}; {recipe.run.max_steps} steps train {total} groups{epochs}"
     yield from _describe_sources(found.train, total)
     for name, prompts in found.held_out.items():
@@ -542,6 +545,9 @@ def _describe_sources(train: TrainingSet | None, num_groups: int) -> Iterator[tu
     whole = sum(source.weight for source in train.sources)
     for source in train.sources:
         share, rows = source.weight / whole, source.stop - source.start
+        if source.is_endless:
+            yield "source", f"{source.name}: {share:.1%} of the groups, each drawn anew"
+            continue
         epochs = share * num_groups / rows
         yield "source", f"{source.name}: {rows} prompts, {share:.1%} of the groups = {epochs:.2f} epochs of it"
     if train.curriculum is not None and train.ease is not None:

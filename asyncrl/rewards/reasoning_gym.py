@@ -1,4 +1,4 @@
-"""Reward of reasoning-gym's verifiers, for the rows of tools/make_reasoning_gym.py.
+"""Reward of reasoning-gym's verifiers, for the rows of tools/make_reasoning_gym.py and of `Entries`.
 
 A row names its entry in `extra_info`: {task, config, seed, index}. The reward makes the entry again, since entries hold
 what JSON cannot (dates, sets).
@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from random import Random
 from typing import Any
 
 from asyncrl.config.rewards import RewardConfig
@@ -53,6 +54,38 @@ def check_entry(row: PromptRow) -> None:
     if question.strip() not in question_of(row):
         found = "its prompt is not the question of the entry: the rows are of another version of reasoning-gym"
         raise ValueError(explain(asked, found, do))
+
+
+class Entries:
+    """A generator for `data.train`: entries without end. `data.options` is {tasks: {NAME: {weight: 1, config: {}}}}."""
+
+    def __init__(self, seed: int, tasks: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raises ValueError: no task, one that reasoning-gym does not have, or a configuration that it refuses."""
+        if not tasks:
+            raise ValueError("tasks is empty: name one as {chain_sum: {}}")
+        if unknown := {key for task in tasks.values() for key in task} - {"weight", "config"}:
+            raise ValueError(f"a task has weight and config, not {', '.join(sorted(unknown))}")
+        self._seed = seed
+        self._weights = {name: float(task.get("weight", 1.0)) for name, task in tasks.items()}
+        self._configs = {name: dict(task.get("config", {})) for name, task in tasks.items()}
+        for name, config in self._configs.items():
+            make_dataset(name, config, seed, 1)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        (name,) = Random(f"{self._seed} {index}").choices([*self._weights], [*self._weights.values()])
+        config = self._configs[name]
+        return record_of(name, config, self._seed, index, make_dataset(name, config, self._seed, index + 1)[index])
+
+
+def record_of(task: str, config: Mapping[str, Any], seed: int, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of an entry, as an object of a dataset file."""
+    answer = entry["answer"]
+    return {
+        "prompt": entry["question"],
+        "answer": None if answer is None else str(answer),
+        "data_source": f"reasoning_gym/{task}",
+        "extra_info": {"task": task, "config": dict(config), "seed": seed, "index": index},
+    }
 
 
 def make_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) -> Any:

@@ -17,6 +17,7 @@ from asyncrl.config.hidden import Hidden
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_texts, stop_token_ids
+from asyncrl.data.training_set import text_within
 from asyncrl.environments import Chat, Environment, Managed, Task, build_environment, prompt_tools
 from asyncrl.errors import explain
 from asyncrl.remote.tasks import concurrently
@@ -143,6 +144,10 @@ class GroupMaker:
             f"  ground truth {row.ground_truth[:_SHOWN_CHARS]!r}, reward {result.reward:g}"
         )
         logger.info("%s", self._hide(told))
+
+    def fits(self, row: PromptRow) -> bool:
+        """Whether the row's prompt is short enough. Raises DataError if a longer one is an error."""
+        return text_within(row, self._renderer, self._recipe.data) is not None
 
     async def make(self, running: RunningGroup, row: PromptRow) -> TrajectoryGroup:
         """All trajectories of the group, made concurrently and validated; `running.done` gets each one when it is

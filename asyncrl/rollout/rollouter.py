@@ -26,7 +26,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.data.prompt_stream import build_stream
 from asyncrl.data.row_table import RenderedPrompts
-from asyncrl.data.rows import PromptRow
+from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.training_set import TrainingSet
 from asyncrl.environments import Task
 from asyncrl.errors import LedgerError, ProcessDied
@@ -100,6 +100,7 @@ class Rollouter:
         self._recipe = recipe = spec.recipe
         self._train = spec.train
         self._held_out = spec.held_out
+        self._asked = {row.messages for prompts in spec.held_out.values() for row in prompts.rows}
         self._stream = None if spec.train is None else build_stream(spec.train, recipe.run.seed, recipe.data.shuffle)
         self._queue = queue
         self._replicas = ReplicaTable()
@@ -380,8 +381,9 @@ class Rollouter:
         """
         assert self._queue is not None, "it has a ticket"
         ticket = running.ticket
-        row = self._row(ticket)
+        row = PromptRow((ChatMessage("user", ""),), "", "", (), "a row that the generator did not give")
         try:
+            row = self._row(ticket)
             group = await self._maker.make(running, row)
         except Exception as e:  # noqa: BLE001 - task boundary: an error of the environment or reward fails the group
             logger.warning("group %d attempt %d failed: %s", ticket.ordinal, ticket.attempt, summary(e))
@@ -428,7 +430,11 @@ class Rollouter:
     def _row(self, ticket: Ticket) -> PromptRow:
         assert self._train is not None, "groups are of a training set"
         assert self._stream is not None, "and in its order"
-        return self._train.rows[self._stream.row_index(ticket.ordinal)]
+        return self._train.row(self._stream.row_index(ticket.ordinal), self._is_taken)
+
+    def _is_taken(self, row: PromptRow) -> bool:
+        """Whether a row that a generator drew is trained: it is short enough, and no question of a held-out set."""
+        return row.messages not in self._asked and self._maker.fits(row)
 
 
 def _key(ticket: Ticket) -> tuple[int, int]:

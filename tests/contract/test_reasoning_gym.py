@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from asyncrl.config.data import DataConfig
 from asyncrl.config.rewards import ReasoningGymRewardConfig, RewardConfig
-from asyncrl.data.dataset import load_rows
+from asyncrl.data.dataset import GeneratedRows, load_rows
 from asyncrl.errors import DataError
 from asyncrl.rewards import build_reward, check_rows
 from tools.make_reasoning_gym import main
@@ -108,3 +109,16 @@ def test_what_cannot_be_made_is_refused(tmp_path, capsys, words, found):
     assert main([*words, "--train", "900", "--test", "9", "--out", str(tmp_path / "x")]) == 2
     assert found in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_entries_are_drawn_without_end_and_judged(tmp_path):
+    tasks = {"chain_sum": {"weight": 3, "config": json.loads(SUMS)}, "leg_counting": {}}
+    data = DataConfig(train="asyncrl.rewards.reasoning_gym:Entries", options={"tasks": tasks})
+    entries = GeneratedRows(data.train, data.options, "0 train", data)
+    found = [entries.row(index, lambda row: True) for index in range(200)]
+    assert 130 < sum(row.data_source == "reasoning_gym/chain_sum" for row in found) < 170
+    check_rows(RewardConfig(function="reasoning_gym"), found)
+    assert all(reward("whole")(row.ground_truth, row).reward == 1 for row in found)
+    for wrong, expected in (({}, "name one as"), ({"chain_sun": {}}, "chain_sum"), ({"chain_sum": {"w": 1}}, "not w")):
+        with pytest.raises(DataError, match=expected):
+            GeneratedRows(data.train, {"tasks": wrong}, "0", data)

@@ -1,6 +1,8 @@
 """Mixtures and curricula: pure functions from an ordinal to a row."""
 
 import json
+import pickle
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.data import CurriculumConfig, DataConfig, SourceConfig
+from asyncrl.config.paths import is_generator
+from asyncrl.data.dataset import read_rows
 from asyncrl.data.prompt_stream import MixedStream, PromptStream, build_stream
 from asyncrl.data.row_table import SourceRows
 from asyncrl.data.training_set import training_prompts
-from asyncrl.errors import DataError
+from asyncrl.errors import ConfigError, DataError
 
 RENDERER = SimpleNamespace(
     text=lambda row: row.messages[0].content,
@@ -135,3 +139,92 @@ def test_rows_that_a_curriculum_cannot_use(tmp_path: Path, ease, found) -> None:
     data = DataConfig(train=write(tmp_path / "a.jsonl", *ease), curriculum=CurriculumConfig(key="pass_rate"))
     with pytest.raises(DataError, match=found):
         training_prompts(data, RENDERER, lambda source: True)
+
+
+class Squares:
+    """A generator of users: tells its seed and the index, and repeats some questions."""
+
+    def __init__(self, seed: int, every: int = 0) -> None:
+        self.seed, self.every = seed, every
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        if index == 500:
+            return {"prompt": {1, 2}}
+        if self.every:
+            return {"prompt": f"{self.seed % 7}: {index % self.every}", "answer": index}
+        return {"prompt": f"{self.seed}: {index}", "answer": index}
+
+
+def takes_all(row) -> bool:
+    return True
+
+
+def drawn(options=None, seed=0, **changes):
+    data = DataConfig(train=f"{__name__}:Squares", options=options or {}, **changes)
+    return training_prompts(data, RENDERER, lambda source: True, seed)
+
+
+def row_of(found, ordinal: int, is_taken=takes_all):
+    return found.row(build_stream(found, 0, True).row_index(ordinal), is_taken)
+
+
+def test_a_generator_gives_each_group_a_row_of_its_own() -> None:
+    first, again, other = drawn(), pickle.loads(pickle.dumps(drawn())), drawn(seed=1)
+    rows = [row_of(first, o) for o in range(300)]
+    assert [row.truth() for row in rows] == list(range(300))
+    assert rows == [row_of(again, o) for o in range(300)]
+    assert rows[0].messages != row_of(other, 0).messages
+    assert first.digest == again.digest != other.digest
+    assert len(first.rows) == 0
+    assert first.drawn == tuple(rows[:64])
+
+
+def test_what_is_too_long_or_held_out_is_drawn_again() -> None:
+    found = drawn({"every": 3})
+    held_out = row_of(found, 0).messages
+    others = {row_of(found, o, lambda row: row.messages != held_out).messages for o in range(60)}
+    assert held_out not in others
+    assert len(others) == 3
+    with pytest.raises(DataError, match="none of 50 rows"):
+        row_of(found, 0, lambda row: False)
+    with pytest.raises(DataError, match=r"Squares.*\[500\]"):
+        row_of(found, 500)
+    with pytest.raises(DataError, match=r"Squares\(seed=\d+\)\[0\]"):
+        drawn(max_prompt_tokens=3)
+    with pytest.raises(DataError, match="none of 50 rows"):
+        drawn(max_prompt_tokens=3, on_long_prompt="drop")
+
+
+def test_a_generator_and_a_file_have_their_shares(tmp_path: Path) -> None:
+    generated = SourceConfig(path=f"{__name__}:Squares", weight=3.0)
+    other = SourceConfig(path=f"{__name__}:Squares", options={"every": 5})
+    mixture = {"file": SourceConfig(path=write(tmp_path / "file.jsonl", *[None] * 4)), "new": generated, "few": other}
+    found = training_prompts(DataConfig(mixture=mixture), RENDERER, lambda source: True)
+    asked = [row_of(found, o).messages[0].content for o in range(500)]
+    assert sum(text.startswith("file ") for text in asked) == 100
+    assert len({text for text in asked if not text.startswith("file ")}) == 300 + 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"train": "no.such:Thing"}, "No module named 'no'"),
+        ({"train": f"{__name__}:Absent"}, "has no attribute 'Absent'"),
+        ({"train": f"{__name__}:Squares", "options": {"colour": 1}}, "unexpected keyword argument 'colour'"),
+        ({"train": f"{__name__}:Squares", "curriculum": CurriculumConfig(key="pass_rate")}, "rows of the generator"),
+        ({"options": {"every": 2}}, "arguments of a generator"),
+    ],
+)
+def test_a_generator_that_cannot_be_used_is_named(tmp_path: Path, changes, expected: str) -> None:
+    data = DataConfig(**{"train": write(tmp_path / "a.jsonl", None)} | changes)
+    with pytest.raises((DataError, ConfigError), match=re.escape(expected)):
+        training_prompts(data, RENDERER, lambda source: True)
+    with pytest.raises(DataError, match="no end"):
+        list(read_rows(f"{__name__}:Squares"))
+
+
+def test_names_of_the_hub_are_no_generators() -> None:
+    names = "gsm8k:train", "openai/gsm8k:test", "a.jsonl", "c:\\data", "x:y:z", "org/a.b:c"
+    assert not any(map(is_generator, names))
+    assert is_generator("my_tasks.sums:Sums")
+    assert is_generator("json:Sums")

@@ -5,6 +5,7 @@ computes what the run needs; the doctor compares that with the machine and the c
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -59,7 +60,7 @@ def _of_recipe(loaded: Loaded, path: Path, *, use_hub: bool, use_ray: bool) -> I
         fitted, _ = preflight.with_fitting_batch(recipe, found, loaded)
         yield from guarded("memory and disk", lambda fitted=fitted, found=found: _sizes(fitted, found, path))
         if found.train is not None:
-            rows = [found.train.rows[i] for i in range(min(TRIED_ROWS, len(found.train.rows)))]
+            rows = list(itertools.islice(itertools.chain(found.train.rows, found.train.drawn), TRIED_ROWS))
             yield from guarded("reward", lambda rows=rows: [asyncio.run(_tried(recipe, rows))])
     yield from guarded("server", lambda: preflight.check_server(recipe.rollout.serve, serving_api_key()))
     if "wandb" in recipe.observability.sinks:
