@@ -99,6 +99,7 @@ quickstart: $(STAMP) $(MODEL)/config.json $(DATA)
 
 quickstart-real: real-model
 	$(BIN)/asyncrl-train recipes/quickstart_real.yaml $(ARGS)
+	$(BIN)/asyncrl-report $(or $(patsubst run.dir=%,%,$(filter run.dir=%,$(ARGS))),runs/quickstart_real)
 
 real-model: $(REAL)/config.json $(REAL_DATA)
 

@@ -20,6 +20,7 @@ Record = dict[str, Any]
 RATE = 5e-4
 TARGETS = (0.9, 0.95)
 SAMPLED_TARGETS, WINDOW = (0.8, 0.9), 5
+REAL, REAL_TARGETS = "quickstart_real", (0.5, 0.6, 0.7)
 MARK_S = 12
 """Wall time at which accuracies are compared; no shorter one, where they rise steeply and a second is worth 0.2."""
 T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -106,8 +107,12 @@ def after(step: int) -> Callable[[Record], Any]:
     return lambda r: r["accuracy"].get(str(step), math.nan)
 
 
+def of_part(found: Sequence[Record], part: str, recipe: str = "quickstart") -> list[Record]:
+    return [r for r in found if r["part"] == part and r.get("recipe", "quickstart") == recipe]
+
+
 def report(found: Sequence[Record], names: Sequence[str]) -> str:
-    steps, wall = ([r for r in found if r["part"] == part] for part in ("steps", "wall"))
+    steps, wall = of_part(found, "steps"), of_part(found, "wall")
     packages = ", ".join(f"{k} {v}" for k, v in package_versions().items())
     commits = ", ".join(sorted({r["commit"][:7] for r in found}))
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; {packages}; measured at {commits}"
@@ -140,6 +145,7 @@ def report(found: Sequence[Record], names: Sequence[str]) -> str:
     lines += _other(steps, names, "Long responses of several versions", 1, partial=True) + _watched(steps, names)
     for clock in ("everything", "training"):
         lines += _wall([r for r in wall if r.get("clock", "training") == clock], names, clock)
+    lines += _real(of_part(found, "steps", REAL), of_part(found, "wall", REAL), names)
     return "\n".join(lines) + "\n"
 
 
@@ -260,6 +266,35 @@ def _wall(wall: Sequence[Record], names: Sequence[str], clock: str) -> list[str]
     return lines + table(rows, head)
 
 
+def _real(steps: Sequence[Record], wall: Sequence[Record], names: Sequence[str]) -> list[str]:
+    """The pretrained model: accuracy under an exact lag, and real runs."""
+    lines = ["", "## A pretrained model", "", "SmolLM2-135M-Instruct and the sums of recipes/quickstart_real.yaml."]
+    lags = sorted({r["lag"] for r in steps})
+    lines += ["", "Held-out greedy accuracy (100 questions) after 20; 40 steps, every token of the same lag:"]
+    rows = [
+        (a, ["; ".join(cell(list(pick(steps, a, lag, after(n)).values())) for n in (20, 40)) for lag in lags])
+        for a in names
+    ]
+    lines += table([(a, ["-" if set(cells) == set("-; ") else cells for cells in row]) for a, row in rows],
+                   ["", *(f"lag {lag}" for lag in lags)])  # fmt: skip
+    kinds = sorted({(r["lag"], r["lr"], r["more"]) for r in wall})
+    rows = []
+    for lag, lr, more in kinds:
+        ours = [r for r in wall if (r["lag"], r["lr"], r["more"]) == (lag, lr, more)]
+        values = [
+            *(cell([reached(r["curve"], target) for r in ours], 0) for target in REAL_TARGETS),
+            cell([r["curve"][-1][1] for r in ours]),
+            cell([max(y for _, y in r["curve"]) for r in ours]),
+            cell([r["seconds"] / r["steps"] for r in ours], 1),
+            f"{np.mean([r['lag_mean'] for r in ours]):.2f}",
+            str(len(ours)),
+        ]
+        rows.append((f"{'sync' if not lag else f'max_lag {lag}'}, {lr:g} {more}".strip(), values))
+    head = ["real runs", *(f"seconds to {target}" for target in REAL_TARGETS)]
+    lines += table(rows, [*head, "last", "best", "seconds a step", "mean lag", "runs"])
+    return lines if steps or wall else []
+
+
 def _sooner(wall: Sequence[Record], name: str, lag: int, value: Callable[[Record], Any]) -> str:
     ours, sync = (pick(wall, name, at, value) for at in (lag, 0))
     both = [s for s in sorted(ours.keys() & sync.keys()) if None not in (ours[s], sync[s])]
@@ -281,8 +316,8 @@ def picture(found: Sequence[Record], names: Sequence[str], path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    steps = [r for r in found if r["part"] == "steps" and setting(r) == (RATE, 1, False)]
-    wall = [r for r in found if r["part"] == "wall"]
+    steps = [r for r in of_part(found, "steps") if setting(r) == (RATE, 1, False)]
+    wall = of_part(found, "wall")
     clock = "everything" if any(r.get("clock") == "everything" for r in wall) else "training"
     wall = [r for r in wall if r.get("clock", "training") == clock]
     panels = [(f"after {n} steps", "lag of every token, steps", "held-out accuracy", steps, after(n)) for n in (25, 50)]

@@ -2,6 +2,8 @@
 
     python benchmarks/learning_under_lag.py rates updates partial --workers 2   # 65 minutes on 2 quiet cores
     python benchmarks/learning_under_lag.py wall                                # 20 minutes, one run at a time
+    python benchmarks/learning_under_lag.py real --workers 2                    # a pretrained model: 10 minutes a run
+    python benchmarks/learning_under_lag.py real_wall                           # the same in real runs, 12 minutes each
     python benchmarks/learning_under_lag.py report                              # tables and picture of what is there
 
 Each part is a list of cells times seeds (`GRIDS`). A run adds one line to benchmarks/results/learning_under_lag.jsonl
@@ -12,7 +14,8 @@ generates the groups of step g + lag under version g, and the FSDP backend train
 the queue's own accounting, the planner and the objective of a real run. Before step `lag` there is no version that old:
 tokens of step g lag by g. `partial` generates only some tokens of a response between two steps, so that long responses
 are of several versions, as in a run that interrupts and resumes them. `wall` runs `asyncrl-train`, where the lag is
-what the machine makes of it. Model and data are those of the quickstart (`make quickstart` makes them).
+what the machine makes of it. Model and data are those of the quickstart (`make quickstart` makes them), in `real` and
+`real_wall` those of recipes/quickstart_real.yaml (`make real-model`).
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ RECORDS = RESULTS / "learning_under_lag.jsonl"
 SEEDS = 4
 STEPS, EVAL_STEPS = 50, (25, 50)
 WALL_STEPS, WALL_PROMPTS, WALL_EVAL_EVERY = 40, 128, 5
+REAL, REAL_RATE, REAL_STEPS, REAL_EVAL_STEPS = "quickstart_real", 2e-5, 40, (20, 40)
+REAL_WALL_STEPS, REAL_WALL_EVAL_EVERY = 60, 10
 RATE, RATES = 5e-4, (2.5e-4, 5e-4, 1e-3)
 PACES, PACE_SHARES = (8, 4, 2, 1), (0.5, 0.25, 0.125, 0.125)
 """Part `partial`: how many tokens a trajectory gets between two steps, and the shares of trajectories with each pace.
@@ -71,13 +76,14 @@ ALGORITHMS: dict[str, list[str]] = {
 ONE_UPDATE = tuple(name for name in ALGORITHMS if name not in ("grpo_clip_kl", "decoupled_ppo"))
 AT_SHORT_LAG = ("uncorrected", "grpo_clip", "grpo_clip_dual", "dppo", "a3po", "tis")
 SEVERAL_UPDATES = ("grpo_clip_dual", "dppo", "a3po", "decoupled_ppo", "tis", "gspo")
+IN_REAL = ("uncorrected", "grpo_clip_dual")
 IN_PARTS = ("uncorrected", "grpo_clip_dual", "opsm", "a3po", "tis", "icepop", "cispo")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What is measured once per seed. `part`: steps (exact lag) or wall. `lag`: of every token; with `partial` of the
-    first token of a response; of a wall run its limit, 0 being mode sync."""
+    first token of a response; of a wall run its limit, 0 being mode sync. `more`: overrides of the recipe."""
 
     part: str
     algorithm: str
@@ -85,14 +91,16 @@ class Cell:
     lr: float = RATE
     updates: int = 1
     partial: bool = False
+    recipe: str = "quickstart"
+    more: str = ""
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Cell:
         return cls(**{f.name: record[f.name] for f in fields(cls) if f.name in record})
 
     def overrides(self) -> list[str]:
-        words = [*SMALL, *ALGORITHMS[self.algorithm], f"trainer.lr={self.lr}"]
-        return [*words, f"batch.num_minibatches={self.updates}"]
+        words = [*ALGORITHMS[self.algorithm], f"trainer.lr={self.lr}", f"batch.num_minibatches={self.updates}"]
+        return [*([] if self.recipe == REAL else SMALL), *words, *self.more.split()]
 
 
 # at lag 0 and with one update all of them are the plain policy gradient: one stands for all
@@ -104,11 +112,27 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
     ),
     "updates": tuple(Cell("steps", name, lag, updates=2) for lag, name in itertools.product((0, 8), SEVERAL_UPDATES)),
     "partial": tuple(Cell("steps", name, 8, partial=True) for name in IN_PARTS),
+    "real": tuple(
+        Cell("steps", name, lag, REAL_RATE, recipe=REAL)
+        for lag, names in ((0, IN_REAL[:1]), (2, IN_REAL), (8, IN_REAL))
+        for name in names
+    ),
+    "real_wall": tuple(
+        Cell("wall", IN_REAL[1], lag, lr, recipe=REAL, more=more)
+        for lag, lr, more in (
+            (0, REAL_RATE, ""),
+            (1, REAL_RATE, "mode=one_step_off"),
+            (2, REAL_RATE, ""),
+            (2, 10 * REAL_RATE, ""),
+            (2, 10 * REAL_RATE, "staleness.guard=act"),
+            (2, 10 * REAL_RATE, "trainer.lora.rank=16 trainer.lora.alpha=32 trainer.lora.target_modules=[all-linear]"),
+        )
+    ),
     "wall": tuple(Cell("wall", name, lag) for lag, name in itertools.product((0, 1, 2, 4), ("grpo_clip_dual", "tis"))),
 }
 
 
-def one_run(cell: Cell, seed: int, steps: int = STEPS) -> dict[str, Any]:
+def one_run(cell: Cell, seed: int, steps: int) -> dict[str, Any]:
     """The record of one run with an exact lag."""
     import torch
     import torch.distributed as dist
@@ -136,7 +160,7 @@ async def _run(cell: Cell, seed: int, steps: int) -> dict[str, Any]:
     from asyncrl_testing.publishing import Publisher
 
     overrides = [*cell.overrides(), f"run.seed={seed}", f"run.max_steps={steps}"]
-    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", overrides)
+    recipe = load_recipe(ROOT / "recipes" / f"{cell.recipe}.yaml", overrides)
     found = check_recipe(recipe, use_hub=True)
     backend = FsdpBackend(TrainerSpec.of(recipe), rank=0, world_size=1, device=torch.device("cpu"))
     engine = TorchEngine(recipe.model, recipe.rollout.torch, load_real_weights=True)
@@ -167,7 +191,7 @@ async def _run(cell: Cell, seed: int, steps: int) -> dict[str, Any]:
             }
         )
         await publisher.publish(_Weights(backend), step + 1, "drain")
-        if step + 1 in EVAL_STEPS or step + 1 == steps:
+        if step + 1 in (REAL_EVAL_STEPS if cell.recipe == REAL else EVAL_STEPS) or step + 1 == steps:
             accuracy[step + 1] = await policy.evaluate()
     took_s = time.monotonic() - started
     await policy.close()
@@ -302,17 +326,18 @@ class Sampler:
 # -- the real system ---------------------------------------------------------------------------------------------
 
 
-def wall_run(cell: Cell, seed: int, steps: int = WALL_STEPS) -> dict[str, Any]:
-    """One `asyncrl-train` of the quickstart: accuracy over wall time since the first prompt was admitted. Nothing is
+def wall_run(cell: Cell, seed: int, steps: int) -> dict[str, Any]:
+    """One `asyncrl-train` of the recipe: accuracy over wall time since the first prompt was admitted. Nothing is
     left out of the time, evaluations included: what is generated during them counts as much as what is not."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary) / "run"
         words = [f"staleness.max_lag={cell.lag}", f"run.seed={seed}", f"run.dir={directory}", f"run.max_steps={steps}"]
-        words += [*cell.overrides(), f"eval.every_steps={WALL_EVAL_EVERY}", f"eval.max_prompts={WALL_PROMPTS}"]
+        every = REAL_WALL_EVAL_EVERY if cell.recipe == REAL else WALL_EVAL_EVERY
+        words += [f"eval.every_steps={every}", f"eval.max_prompts={WALL_PROMPTS}"]
         words += ["checkpoint.every_steps=0", "staleness.pacing=eager"]  # as much lag as the limit allows
-        words += ["mode=sync"] if cell.lag == 0 else []
-        command = [sys.executable, "-m", "asyncrl.commands.train", "recipes/quickstart.yaml", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+        words += [*(["mode=sync"] if cell.lag == 0 else []), *cell.overrides()]
+        command = [sys.executable, "-m", "asyncrl.commands.train", f"recipes/{cell.recipe}.yaml", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600, check=False)
         if done.returncode:
             raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
         metrics, events = (
@@ -337,7 +362,7 @@ def keep(file: Path, record: dict[str, Any]) -> None:
     file.parent.mkdir(exist_ok=True)
     with file.open("a") as lines:
         lines.write(json.dumps(record | {"commit": git_commit()}) + "\n")
-    shown = {name: record[name] for name in ("algorithm", "lag", "lr", "updates", "partial", "seed", "seconds")}
+    shown = {n: record[n] for n in ("algorithm", "lag", "lr", "updates", "partial", "more", "seed", "seconds")}
     print(shown, record.get("accuracy") or record["curve"][-1], flush=True)
 
 
@@ -363,11 +388,16 @@ def main() -> None:
     jobs = [job for seed in range(arguments.seeds) for cell in cells if (job := (cell, seed)) not in known]
     print(f"{len(jobs)} runs to do, {len(cells) * arguments.seeds - len(jobs)} are there", flush=True)
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
-        steps = arguments.steps or STEPS
-        for future in as_completed([pool.submit(one_run, *job, steps) for job in jobs if job[0].part == "steps"]):
+        exact = [
+            pool.submit(one_run, cell, seed, arguments.steps or (REAL_STEPS if cell.recipe == REAL else STEPS))
+            for cell, seed in jobs
+            if cell.part == "steps"
+        ]
+        for future in as_completed(exact):
             keep(arguments.records, future.result())
     for cell, seed in (job for job in jobs if job[0].part == "wall"):
-        keep(arguments.records, wall_run(cell, seed, arguments.steps or WALL_STEPS))
+        steps = REAL_WALL_STEPS if cell.recipe == REAL else WALL_STEPS
+        keep(arguments.records, wall_run(cell, seed, arguments.steps or steps))
     if arguments.records == RECORDS or "report" in arguments.parts:
         text = report(records(arguments.records), tuple(ALGORITHMS))
         arguments.records.with_suffix(".md").write_text(text)

@@ -4,12 +4,14 @@
     python benchmarks/logprob_mismatch.py --engines torch --model Qwen/Qwen2.5-0.5B
     python benchmarks/logprob_mismatch.py --engines sglang --out benchmarks/results/logprob_mismatch_sglang.md
     python benchmarks/logprob_mismatch.py --mixture --engines torch --out benchmarks/results/logprob_mismatch_mixture.md
+    python benchmarks/logprob_mismatch.py --vocabulary 49152 151936 --count 64 --out FILE.md
 
 Every engine loads the model's files and samples responses; the FSDP backend computes the log-probabilities of the same
 tokens from the same files. What differs is the arithmetic: kernels, the order of sums, the dtype. Writes
 benchmarks/results/logprob_mismatch.md. The model is the quickstart's unless one is named; with --mixture it is a random
 mixture of experts with the quickstart's tokenizer, whose tokens the trainer also computes through the experts that the
-engine recorded (torch, and sglang) (`trainer.router_replay=rollout`).
+engine recorded (torch, and sglang) (`trainer.router_replay=rollout`). With --vocabulary it is a random model of so many
+tokens, all nearly equally likely: sums over a vocabulary are where engines in float32 differ most.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,12 +43,31 @@ def write_mixture(tiny: Path, directory: Path) -> Path:
     from asyncrl_testing.random_model import random_qwen3_moe
 
     path = directory / "random-mixture"
-    shutil.copytree(tiny, path, ignore=shutil.ignore_patterns("*.safetensors", "tiny_model.json"))
-    of_tiny = json.loads((tiny / "config.json").read_text())
+    of_tiny = _without_weights(tiny, path)
     same = {key: of_tiny[key] for key in ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")}
     sizes = {"num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": 4, "initializer_range": 0.1}
     random_qwen3_moe(**same, **sizes).save_pretrained(path)
     return path
+
+
+def write_vocabulary(tiny: Path, directory: Path, num_tokens: int) -> Path:
+    """Saves a random model of the architecture of `tiny` with `num_tokens` tokens; returns its directory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = directory / f"{num_tokens} tokens"
+    _without_weights(tiny, path)
+    config: Any = AutoConfig.from_pretrained(tiny)
+    config.vocab_size = num_tokens
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def _without_weights(tiny: Path, path: Path) -> dict[str, Any]:
+    """Copies `tiny` without its weights; returns its configuration."""
+    shutil.copytree(tiny, path, ignore=shutil.ignore_patterns("*.safetensors", "tiny_model.json"))
+    return json.loads((tiny / "config.json").read_text())
 
 
 def records_experts(engine: str, model: str) -> bool:
@@ -153,6 +175,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=256, help="responses per engine and dtype")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--mixture", action="store_true", help="a random mixture of experts in place of the model")
+    parser.add_argument("--vocabulary", nargs="+", type=int, default=(), help="random models of so many tokens")
     parser.add_argument("--sample", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.sample:
@@ -162,13 +185,14 @@ def main() -> None:
     from asyncrl.config.load import environment_defaults
     from asyncrl.inference.engines import ENGINES
 
+    scratch = tempfile.TemporaryDirectory()
     if arguments.mixture:
-        scratch = tempfile.TemporaryDirectory()
         arguments.model = str(write_mixture(Path(arguments.model), Path(scratch.name)))
+    models = [str(write_vocabulary(Path(arguments.model), Path(scratch.name), n)) for n in arguments.vocabulary]
     table = []
-    for engine in arguments.engines:
+    for model, engine in itertools.product(models or [arguments.model], arguments.engines):
         for dtype in DTYPES:
-            command = [sys.executable, __file__, "--sample", engine, dtype, "--model", arguments.model]
+            command = [sys.executable, __file__, "--sample", engine, dtype, "--model", model]
             environment = {**os.environ, **environment_defaults(), **ENGINES[engine].environment}
             done = subprocess.run(
                 [*command, "--count", str(arguments.count)],
@@ -179,17 +203,20 @@ def main() -> None:
             )
             responses = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"prompt"')]
             reported = np.concatenate([r["logprobs"] for r in responses])
-            modes = (False, True) if records_experts(engine, arguments.model) else (False,)
+            modes = (False, True) if records_experts(engine, model) else (False,)
             for other, replays in itertools.product(DTYPES, modes):
-                own = np.concatenate(trained(arguments.model, other, responses, replays=replays))
+                own = np.concatenate(trained(model, other, responses, replays=replays))
                 gap, ratio = np.abs(own - reported), np.exp(own - reported)
                 computed = f"{other}, replayed" if replays else other
+                named = f"{engine}, {Path(model).name}" if models else engine
                 table.append(
-                    f"| {engine} | {dtype} | {computed} | {len(gap)} | {gap.mean():.2e} | "
+                    f"| {named} | {dtype} | {computed} | {len(gap)} | {gap.mean():.2e} | "
                     f"{np.quantile(gap, 0.99):.2e} | {gap.max():.2e} | "
                     f"{np.mean(reported - own):+.1e} | {ratio.min():.4f} - {ratio.max():.4f} |"
                 )
                 print(table[-1], flush=True)
+    words = f"{' --mixture' * arguments.mixture}{' --vocabulary' * bool(models)}"
+    told = "random models" if models else Path(arguments.model).name
     lines = [
         "# Log-probabilities: engine against trainer",
         "",
@@ -197,8 +224,8 @@ def main() -> None:
         + ", ".join(f"{k} {v}" for k, v in package_versions().items())
         + f"; commit {git_commit()}",
         "",
-        f"Written by `python benchmarks/logprob_mismatch.py{' --mixture' * arguments.mixture}`: "
-        f"{arguments.count} sampled responses of {Path(arguments.model).name}, the same weights on both sides.",
+        f"Written by `python benchmarks/logprob_mismatch.py{words}`: "
+        f"{arguments.count} sampled responses of {told}, the same weights on both sides.",
         "Differences per token, in nats; `k1` is the mean of engine minus trainer, an estimate of the divergence; the",
         "last column is the range of the ratio of",
         "trainer to engine, which corrections such as truncated importance sampling look at.",

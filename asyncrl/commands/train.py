@@ -138,7 +138,7 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
     if result.signal is not None:
         say(f"ended after step {result.step}; go on with: {resume}")
         return EXIT_SIGNAL_BASE + result.signal
-    say(f"done: {result.step} steps in {directory.path}")
+    say(f"done: {result.step} steps in {directory.path}; as a page: asyncrl-report {directory.path}")
     return 0
 
 

@@ -126,7 +126,7 @@ class GeneratedRows:
             origin = f"{self.name}(seed={self._seed(draw)})[{index}]"
             try:
                 record = json.loads(json.dumps(self._generator(draw)[index]))  # as a file would give it
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise DataError(explain(f"the row {origin}", _named(error), "correct the generator")) from error
             row = self.reader.record(record, origin)
             if self._data.system_prompt is not None:
@@ -146,13 +146,13 @@ class GeneratedRows:
             found: Any = resolve("data.train", self.name, {})
             try:
                 self._made[draw] = found(seed=self._seed(draw), **self._options)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 do = "correct the generator, or its arguments in options"
                 raise DataError(explain(f"{self.name} with {self._options}", _named(error), do)) from error
         return self._made[draw]
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -36,6 +36,7 @@ from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.garbage import PauselessCollector
 from asyncrl.remote.tasks import concurrently
 from asyncrl.remote.waits import ROLLOUTER
+from asyncrl.rewards import check_rows
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.group_maker import GroupMaker
 from asyncrl.rollout.held_out import answer_held_out
@@ -433,7 +434,9 @@ class Rollouter:
         return self._train.row(self._stream.row_index(ticket.ordinal), self._is_taken)
 
     def _is_taken(self, row: PromptRow) -> bool:
-        """Whether a row that a generator drew is trained: it is short enough, and no question of a held-out set."""
+        """Whether a row that a generator drew is trained: it is short enough, and no question of a held-out set. Raises
+        DataError: its reward cannot judge it."""
+        check_rows(self._recipe.reward, [row])
         return row.messages not in self._asked and self._maker.fits(row)
 
 

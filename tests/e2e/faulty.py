@@ -89,3 +89,14 @@ def slow_reward(response, row):
     """Takes far longer than what it judges, also where that is slow, and has something to learn."""
     time.sleep(0.5)
     return RewardResult(float(len(response) % 2))
+
+
+class Drawn:
+    """A generator of rows: another sum for each index."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def __getitem__(self, index):
+        a, b = 1 + index // 9, 1 + index % 9
+        return {"prompt": f"Compute {a}+{b}", "answer": str(a + b)}

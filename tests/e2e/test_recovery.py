@@ -105,7 +105,8 @@ def test_two_ranks_a_death_before_the_first_checkpoint_and_a_spent_budget(start)
 
 
 def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpoint(start, tmp_path):
-    run = start(*SMALL, "run.max_steps=2000", joined=False)
+    drawn = "data.train=tests.e2e.faulty:Drawn", "observability.samples_per_step=64"
+    run = start(*SMALL, *drawn, "run.max_steps=2000", joined=False)
     run.wait_for_event("checkpoint", count=2)
     assert run.has_a_cluster, "without an address it joins none, although one is there"
     tree = psutil.Process(run.process.pid).children(recursive=True)
@@ -119,8 +120,10 @@ def test_a_killed_driver_leaves_nothing_and_resumes_from_the_last_intact_checkpo
     data[len(data) // 2] ^= 1
     weights.write_bytes(bytes(data))
     steps = int(torn.name.split("_")[1]) + 3
-    again = start(*SMALL, f"run.max_steps={steps}", "resume=auto", joined=False)
+    again = start(*SMALL, *drawn, f"run.max_steps={steps}", "resume=auto", joined=False)
     assert again.wait() == 0, again.log
+    asked = {(s["ordinal"], s["prompt"]) for s in again.samples}
+    assert len(asked) == len({ordinal for ordinal, _ in asked}) == len({prompt for _, prompt in asked}) > 16
     assert torn.name in again.log
     assert torn.with_name(f"corrupt_{torn.name}").exists()
     resumed = [e for e in again.events if e["event"] == "resume"][-1]

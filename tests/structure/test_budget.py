@@ -12,8 +12,8 @@ from tests.processes import ROOT
 from tests.structure.trees import tree_of
 
 PACKAGE = ROOT / "asyncrl"
-LINES = 45_170
-LINES_OF_TESTS = 40_690
+LINES = 45_300
+LINES_OF_TESTS = 40_850
 FILES = 460
 PROTOCOLS = 32
 REFUSALS = 132
