@@ -118,7 +118,8 @@ def prove(model: PreTrainedModel, attention: str, packing: Packing = "auto", *, 
             in training differ.
     """
     bound = _BOUNDS[model.dtype]
-    sequences = _drawn(int(model.get_input_embeddings().weight.shape[0]))  # pyright: ignore[reportArgumentType]
+    embedding: Any = model.get_input_embeddings()
+    sequences = _drawn(embedding.weight.shape[0])
     with _evaluated(model):
         model.set_attn_implementation("eager")
         alone = [model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in sequences]
