@@ -85,7 +85,7 @@ ADVANTAGES = {
         of_group="asyncrl.algorithms.reinforce_plus_plus:baseline_advantages", whitens=True
     ),
     "teacher_only": AdvantageSpec(
-        of_group="asyncrl.algorithms.teacher_only:zero_advantages", is_relative=False, needs_teacher=True
+        of_group="asyncrl.algorithms.group_rewards:zero_advantages", is_relative=False, needs_teacher=True
     ),
     "gae": AdvantageSpec(
         of_group="asyncrl.algorithms.reinforce_plus_plus:own_rewards",

@@ -141,6 +141,10 @@ class TrainerConfig:
     """Final value of a falling learning rate, as a share of lr."""
     compile: bool = False
     """Compile each decoder layer with torch.compile."""
+    packing: Literal["auto", "packed", "padded"] = "auto"
+    """Backend fsdp: how the sequences of a micro-batch pass through the model. packed: in one row. padded: one below
+    the other, filled up to the longest. auto: packed where a test at the start shows that they do not see each other,
+    else padded. The other two are tested too."""
     router_replay: Literal["off", "rollout"] = "off"
     """Mixtures of experts: the choice of experts in training. off: by the trainer's routers. rollout: as the engine
     chose when it sampled, weighted by the trainer's routers; prompts and the environment's tokens use the trainer's

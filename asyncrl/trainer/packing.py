@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -28,8 +29,8 @@ class PackingRules:
     `num_minibatches`: updates per epoch, among which groups are distributed at random. `num_epochs`: passes over the
     lease. `seed`: of the run. `fixed_tokens`: divisor of aggregation fixed. `share_prompts`: sequences of a group in
     one micro-batch share the computation of their prompt. `fills`: micro-batches are filled regardless of length, for
-    attention without padding. `skips_silent`: sequences with advantage 0 have gradient 0 and micro-batches of their
-    own."""
+    attention without padding. `pads`: a micro-batch has as many tokens as its sequences times the longest.
+    `skips_silent`: sequences with advantage 0 have gradient 0 and micro-batches of their own."""
 
     num_plans: int
     max_tokens_per_microbatch: int
@@ -40,6 +41,7 @@ class PackingRules:
     fixed_tokens: int = 1
     share_prompts: bool = False
     fills: bool = False
+    pads: bool = False
     skips_silent: bool = False
 
     @classmethod
@@ -54,6 +56,7 @@ class PackingRules:
             fixed_tokens=recipe.algorithm.fixed_tokens or recipe.longest_response_tokens,
             share_prompts=_shares_prompts(recipe),
             fills=_pads_nothing(recipe) and not _shares_prompts(recipe),
+            pads=recipe.trainer.packing == "padded",
             skips_silent=recipe.trainer.backend == "fsdp" and recipe.algorithm.learns_by_advantage,
         )
 
@@ -64,6 +67,7 @@ def _shares_prompts(recipe: Recipe) -> bool:
     is_packed = fsdp.attention in ("packed_sdpa", "varlen") or (fsdp.attention == "auto" and not _may_flash(recipe))
     return (
         recipe.trainer.backend == "fsdp"
+        and recipe.trainer.packing != "padded"
         and fsdp.share_prompts
         and is_packed
         and recipe.algorithm.router_aux_coefficient == 0
@@ -74,7 +78,7 @@ def _pads_nothing(recipe: Recipe) -> bool:
     """True where every rank attends without padding: flash-attn, or torch's varlen kernel."""
     fsdp = recipe.trainer.fsdp
     is_unpadded = fsdp.attention in ("varlen", "flash_attention_2") or (fsdp.attention == "auto" and _may_flash(recipe))
-    return recipe.trainer.backend == "fsdp" and is_unpadded
+    return recipe.trainer.backend == "fsdp" and is_unpadded and recipe.trainer.packing != "padded"
 
 
 def _may_flash(recipe: Recipe) -> bool:
@@ -157,7 +161,7 @@ def _update(sequences: list[TrainSequence], rules: PackingRules) -> tuple[list[t
 def _packed(sequences: list[TrainSequence], rules: PackingRules) -> list[tuple[Microbatch, ...]]:
     """The micro-batches of each rank, equally many."""
     families = _families(sequences, rules.num_plans) if rules.share_prompts else [[s] for s in sequences]
-    cut = _filled if rules.fills else _runs
+    cut = _filled if rules.fills else partial(_runs, pads=rules.pads)
     ranks = [cut(rank, rules.max_tokens_per_microbatch) for rank in _balance(families, rules.num_plans)]
     # The fullest rank sets the count for all: forward passes are collective.
     count = max(1, *(len(runs) for runs in ranks))
@@ -231,16 +235,17 @@ def _longest_first(s: TrainSequence) -> tuple[int, int, int]:
     return -s.lengths.total, s.ordinal, s.index
 
 
-def _runs(sequences: list[TrainSequence], budget: int) -> list[Microbatch]:
-    """Cuts the list into consecutive runs of at most `budget` tokens."""
+def _runs(sequences: list[TrainSequence], budget: int, *, pads: bool = False) -> list[Microbatch]:
+    """Cuts the list into consecutive runs of at most `budget` tokens; with `pads` each sequence of a run counts as its
+    longest, and the list is sorted first."""
     runs: list[list[TrainSequence]] = []
     room = 0
-    for s in sequences:
-        if s.lengths.total > room:
+    for s in sorted(sequences, key=_longest_first) if pads else sequences:
+        if (cost := runs[-1][0].lengths.total if pads and runs else s.lengths.total) > room:
             runs.append([])
-            room = budget
+            room, cost = budget, s.lengths.total
         runs[-1].append(s)
-        room -= s.lengths.total
+        room -= cost
     return [tuple(run) for run in runs]
 
 

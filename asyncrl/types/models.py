@@ -96,6 +96,12 @@ class ModelFacts:
     sizes: LayerSizes = LayerSizes()
 
     @property
+    def mixing(self) -> str:
+        """The layers that carry a state along a packed row, in words; empty without them."""
+        kinds = sorted(self.layer_kinds - {"full_attention", "sliding_attention"})
+        return f"layers of kind {', '.join(kinds)}" if kinds else ""
+
+    @property
     def name(self) -> str:
         """The model as a message names it."""
         return f"model.path={self.path}" + (f" ({self.architecture})" if self.architecture else "")

@@ -1,10 +1,12 @@
-"""A mixture of experts in one run: trained, published and served, and what samples is what is trained."""
+"""A mixture of experts, or a hybrid, in one run: trained, published and served, and what samples is what is trained."""
 
 import importlib.util
 import json
 import shutil
 
 import pytest
+import torch
+from transformers import FalconH1Config, FalconH1ForCausalLM
 
 from asyncrl_testing.random_model import random_qwen3_moe
 from tests.e2e.conftest import ROOT, SMALL, assert_sound
@@ -16,12 +18,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def mixture(inputs, tmp_path_factory):
     """A mixture with random weights, for the tokenizer of the tiny model."""
+    return written(tmp_path_factory.mktemp("mixture") / "model", random_qwen3_moe)
+
+
+def random_falcon_h1(**sizes):
+    """Attention beside a recurrent state, in every layer."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    state = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 16}
+    torch.manual_seed(0)
+    config = FalconH1Config(**sizes, **shape, **state, num_key_value_heads=1, initializer_range=0.1, mamba_n_groups=1)
+    return FalconH1ForCausalLM(config)
+
+
+def written(path, model_of):
     tiny = ROOT / "runs" / "tiny-qwen3"
-    path = tmp_path_factory.mktemp("mixture") / "model"
     shutil.copytree(tiny, path, ignore=shutil.ignore_patterns("*.safetensors", "tiny_model.json"))
     of_tiny = json.loads((tiny / "config.json").read_text())
     same = {key: of_tiny[key] for key in ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings")}
-    random_qwen3_moe(**same).save_pretrained(path)
+    model_of(**same).save_pretrained(path)
     return path
 
 
@@ -65,6 +79,16 @@ def test_every_version_samples_as_it_is_trained(mixture, start, recipe, settings
     assert all(record["train/grad_norm"] > 0.1 for record in run.metrics), "each version differs from the one before"
     if settings == BALANCED:
         assert all(1.9 < record["train/router_balance"] < 8 for record in run.metrics), "2 of 8 experts: 2 is even"
+
+
+def test_a_hybrid_samples_through_vllm_as_it_is_trained_in_padded_rows(inputs, start, tmp_path):
+    pytest.importorskip("vllm", reason="needs the package vllm: make install-vllm", exc_type=ImportError)
+    model = f"model.path={written(tmp_path / 'model', random_falcon_h1)}"
+    alone = model, "rollout.num_replicas=1", "run.max_steps=3", "mode=sync", "weights.verify=always"
+    run = start(*SMALL, *FAST, *alone, recipe="quickstart_vllm")
+    assert_it_samples_as_it_is_trained(run, steps=3)
+    assert all(record["train/grad_norm"] > 0.1 for record in run.metrics)
+    assert "rows are padded" in run.log + (run.directory / "log.txt").read_text()
 
 
 def test_experts_that_were_chosen_in_sampling_are_replayed_in_training(mixture, start):

@@ -308,3 +308,14 @@ def test_what_teaches_nothing_comes_first_on_every_rank_and_nothing_else_does(gr
     silent = [s.advantage != 0 for plan in plans for run in plan.updates[0][: plan.silent[0]] for s in run]
     assert not any(silent)
     assert all(taught) or not any(taught), "a step that teaches nothing has one backward pass"
+
+
+@given(leases, ranks, budgets)
+def test_a_padded_microbatch_is_within_the_budget_as_it_is_padded(groups, num_plans, budget):
+    plans = plans_of(groups, num_plans, budget, pads=True)
+    for run in (run for plan in plans for run in plan.microbatches if run):
+        assert len(run) * max(s.lengths.total for s in run) <= budget
+    assert sorted((s.ordinal, s.index) for plan in plans for s in planned(plan)) == [
+        (10 * i, j) for i, group in enumerate(groups) for j in range(len(group))
+    ]
+    assert len({len(plan.microbatches) for plan in plans}) == 1

@@ -17,6 +17,7 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.cpu_time import yield_to_others
 from asyncrl.inference.vllm.scheduler_counts import VARIABLE, SchedulerCounts, scheduler_class
 from asyncrl.inference.vllm.support import RECORDING, check_vllm
+from asyncrl.types import ModelFacts
 
 WORKER_EXTENSION = "asyncrl.inference.vllm.weight_transfer.WorkerExtension"
 BACKEND = "asyncrl"
@@ -75,6 +76,13 @@ def engine_arguments(
         **({"additional_config": {"cpu": _instructions()}} if on_cpu else {}),
         **settings.engine_args,
     }
+
+
+def _is_recurrent(model: ModelConfig) -> bool:
+    from transformers import AutoConfig
+
+    hub = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    return bool(ModelFacts.of_config(model.path, AutoConfig.from_pretrained(model.path, **hub).to_dict()).mixing)
 
 
 def _check_quantization(model: ModelConfig, settings: VllmEngineConfig, *, on_cpu: bool) -> None:
@@ -163,6 +171,8 @@ class Launcher:
         arguments = engine_arguments(
             self._model, settings, load_real_weights=self._load_real_weights, seed=self._seed, on_cpu=on_cpu
         )
+        if on_cpu and _is_recurrent(self._model):  # the prefix cache of recurrent layers needs chunked prefills
+            arguments["enable_prefix_caching"] = False
         with contextlib.ExitStack() as environment:  # vLLM reads these from the environment only
             environment.enter_context(set_env_var(OWNER_VARIABLE, str(os.getpid())))
             if counts is not None:

@@ -73,7 +73,9 @@ class FsdpBackend:
             self._models.of_step(),
             peers=peers,
             device=device,
-            share_prompts=fsdp.share_prompts and choose_attention(fsdp, Kernels.of(device)) != FLASH_ATTENTION,
+            share_prompts=fsdp.share_prompts
+            and spec.trainer.packing != "padded"
+            and choose_attention(fsdp, Kernels.of(device)) != FLASH_ATTENTION,
         )
         self.train_step, self.logprobs, self.reference_kl = step.train_step, step.logprobs, step.reference_kl
         self._publication = Publication(self._policy.causal_lm, spec, device)

@@ -22,7 +22,6 @@ from asyncrl.config.paths import check_path
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, VARLEN, register_packed_attention, varlen_kernel
-from asyncrl.trainer.fsdp.context import RowPart
 from asyncrl.trainer.fsdp.supports import check_heads, unsupported
 from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, misfit, settle
 from asyncrl.weights.experts import MODEL_TYPES, is_fused
@@ -61,9 +60,7 @@ def load_model(
     register_packed_attention()
     kind: Any = AutoModelForCausalLM if head else AutoModel
     hub = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    # The attention is resolved before loading: transformers wires it into the layers when it builds the model.
-    attention = choose_attention(fsdp, Kernels.of(torch.device(mesh.device_type)))
-    how = {"dtype": dtype, "attn_implementation": attention}
+    how = {"dtype": dtype, "attn_implementation": "eager"}  # until `proof` has found another one
     loaded: Any = None
     try:
         config = AutoConfig.from_pretrained(model.path, **hub)
@@ -91,31 +88,6 @@ def load_model(
     if fsdp.activation_checkpointing:
         found.gradient_checkpointing_enable({"use_reentrant": False})
     return found
-
-
-def packed_forward(
-    model: PreTrainedModel, part: RowPart, *, routing: bool = False
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """[n, hidden size]: the last layer's output at the predictor of each predicted token of this rank's part. With
-    `routing` also the router logits, [N, experts] per layer with experts. Collective over the ranks that share the
-    row."""
-    tokens, layout = part.tokens, part.tokens.layout
-    asked: dict[str, Any] = {"output_router_logits": True} if routing else {}
-    found = model.base_model(
-        input_ids=tokens.input_ids,
-        position_ids=tokens.position_ids,
-        use_cache=False,
-        packed_layout=layout,
-        exchange=part.exchange,
-        # flash attention reads these; the other implementations read the layout
-        cu_seq_lens_q=layout.boundaries,
-        cu_seq_lens_k=layout.boundaries,
-        max_length_q=layout.max_length,
-        max_length_k=layout.max_length,
-        **asked,
-    )
-    hidden = found.last_hidden_state[0].index_select(0, tokens.predictors)
-    return hidden, tuple(logits[: part.num_real] for logits in found.router_logits) if routing else ()
 
 
 def check_routers(causal_lm: PreTrainedModel, coefficient: float) -> None:

@@ -20,9 +20,10 @@ from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.context import ContextRanks
-from asyncrl.trainer.fsdp.model import check_routers, compile_layers, load_model, packed_forward, shard
+from asyncrl.trainer.fsdp.model import Kernels, check_routers, choose_attention, compile_layers, load_model, shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
+from asyncrl.trainer.fsdp.proof import Way, agreed, forward_row
 from asyncrl.trainer.fsdp.trained import Reference, Trained, policy_outputs
 from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.model import StepModels
@@ -87,15 +88,14 @@ class Models:
         spec = self._spec
         # Base weights under adapters never change, so they are kept in the dtype of the passes.
         kept = spec.trainer.fsdp.param_dtype if spec.trainer.lora.rank else "float32"
-        model = self._load(spec.model, spec.trainer.fsdp, dtype=getattr(torch, kept))
+        model, way = self._load(spec.model, spec.trainer.fsdp, dtype=getattr(torch, kept))
         check_routers(model, spec.algorithm.router_aux_coefficient)
         if spec.trainer.lora.rank:
             lora.add_adapters(model, spec.trainer.lora)
         if spec.trainer.compile:
             compile_layers(model)
-        policy = Policy(
-            model, context=self._context, logits=self._logits, replays=spec.trainer.router_replay == "rollout"
-        )
+        replays = spec.trainer.router_replay == "rollout"
+        policy = Policy(model, context=self._context, logits=self._logits, replays=replays, way=way)
         shard(policy, model, self._mesh, spec.trainer.fsdp)
         return policy
 
@@ -104,9 +104,9 @@ class Models:
         named = self._named(path)
         fsdp = replace(spec.trainer.fsdp, activation_checkpointing=False, reshard_after_forward=True)
         key = "algorithm.kl.path" if path else "model.path"
-        model = self._load(named, fsdp, key=key, dtype=getattr(torch, fsdp.param_dtype))
+        model, way = self._load(named, fsdp, key=key, dtype=getattr(torch, fsdp.param_dtype))
         self._check_vocabulary(model, f"{key}={named.path}")
-        reference = Policy(model.requires_grad_(False).eval(), context=self._context, logits=self._logits)
+        reference = Policy(model.requires_grad_(False).eval(), context=self._context, logits=self._logits, way=way)
         shard(reference, model, self._mesh, fsdp)
         return reference
 
@@ -114,16 +114,19 @@ class Models:
         spec, path = self._spec, self._spec.algorithm.critic.path
         named = self._named(path)
         key = "algorithm.critic.path" if path else "model.path"
-        backbone = self._load(named, spec.trainer.fsdp, key=key, head=False)
+        backbone, way = self._load(named, spec.trainer.fsdp, key=key, head=False)
         self._check_vocabulary(backbone, f"{key}={named.path}")
         if spec.trainer.compile:
             compile_layers(backbone)
-        critic = Critic(backbone, self._context)
+        critic = Critic(backbone, self._context, way)
         shard(critic, backbone, self._mesh, spec.trainer.fsdp)
         return critic
 
-    def _load(self, model: ModelConfig, fsdp: FsdpConfig, **how: Any) -> PreTrainedModel:
-        return load_model(model, fsdp, self._mesh, max_model_len=self._spec.max_model_len, **how)
+    def _load(self, model: ModelConfig, fsdp: FsdpConfig, **how: Any) -> tuple[PreTrainedModel, Way]:
+        found = load_model(model, fsdp, self._mesh, max_model_len=self._spec.max_model_len, **how)
+        attention = choose_attention(fsdp, Kernels.of(torch.device(self._mesh.device_type)))
+        packing, head = self._spec.trainer.packing, how.get("head", True)
+        return found, agreed(found, self._mesh, attention, packing, head=head)
 
     def _named(self, path: str | None) -> ModelConfig:
         """The model at `path`; `model.revision` applies to `model.path` only."""
@@ -155,10 +158,10 @@ def _embedding_rows(model: PreTrainedModel) -> int:
 class Critic(nn.Module):
     """`backbone` gives hidden states; `head` computes in float32 and starts at zero, and so do the values."""
 
-    def __init__(self, backbone: PreTrainedModel, context: ContextRanks | None = None) -> None:
-        """`context`: the ranks that share each row; None: this rank has whole rows."""
+    def __init__(self, backbone: PreTrainedModel, context: ContextRanks | None = None, way: Way | None = None) -> None:
+        """`context`: the ranks that share each row; None: this rank has whole rows. `way`: of rows; None: packed."""
         super().__init__()
-        self._context = context or ContextRanks()
+        self._context, self._way = context or ContextRanks(), way or Way()
         self.backbone = backbone
         self.head = nn.Linear(backbone.config.hidden_size, 1)
         nn.init.zeros_(self.head.weight)
@@ -167,6 +170,6 @@ class Critic(nn.Module):
     def forward(self, tokens: PackedTokens) -> torch.Tensor:
         """[n] float32: value of the text before each predicted token; the same on all ranks that share the row."""
         part = self._context.part_of(tokens)
-        values = self.head(packed_forward(self.backbone, part)[0].float())
+        values = self.head(forward_row(self.backbone, part, self._way)[0].float())
         # A tensor of its own: FSDP hooks the returned tensor, and a view may lose the hooks.
         return part.of_row(values.squeeze(-1).clone())

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.algorithms.router_balance import routing_sums
 from asyncrl.trainer.fsdp.context import ContextRanks
-from asyncrl.trainer.fsdp.model import packed_forward
+from asyncrl.trainer.fsdp.proof import Way, forward_row
 from asyncrl.trainer.fsdp.router_replay import RouterReplay
 from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.token_logprobs import LogitRules, among_kept, logprobs_beside, token_logprobs
@@ -26,9 +26,11 @@ class Policy(nn.Module):
         context: ContextRanks | None = None,
         logits: LogitRules | None = None,
         replays: bool = False,
+        way: Way | None = None,
     ) -> None:
         """
         Args:
+            way: how rows pass through the model; None: packed.
             context: the ranks that share each row; None: this rank has whole rows.
             logits: how logits are formed; None: the default.
             replays: the routers take the recorded experts of the packed tokens.
@@ -39,6 +41,7 @@ class Policy(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self._context, self._logits = context or ContextRanks(), logits or LogitRules()
+        self._way = way or Way()
         self._replay = RouterReplay(causal_lm) if replays else None
 
     def forward(self, tokens: PackedTokens, temperature: float, *, routing: bool = False) -> tuple[torch.Tensor, ...]:
@@ -49,7 +52,8 @@ class Policy(nn.Module):
         tokens = part.tokens
         if self._replay is not None:
             self._replay.set(tokens.experts)
-        hidden, router_logits = packed_forward(self.causal_lm, part, routing=routing)
+        hidden, router_logits = forward_row(self.causal_lm, part, self._way, routing=routing)
+        temperature = temperature / self._way.scale
         # Three ways to the log-probabilities: over the kept tokens, with further tokens, or of the targets alone.
         head: Any = self.causal_lm.get_output_embeddings()
         bias = getattr(head, "bias", None)

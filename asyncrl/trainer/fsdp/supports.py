@@ -11,14 +11,13 @@ from asyncrl.types import ModelFacts
 from asyncrl.weights.experts import MODEL_TYPES
 
 _BY_LENGTH = "rotary positions of kind dynamic"
-_KINDS = {"full_attention", "sliding_attention"}
 
 
 def unsupported(facts: ModelFacts) -> list[str]:
-    """Features that would train wrongly: layers that mix the sequences of a packed row, logits changed after the output
-    layer, experts with an unknown layout in one tensor."""
-    problems = [f"layers of kind {kind}" for kind in sorted(facts.layer_kinds - _KINDS)]
-    problems += [f"logits with {change}" for change in facts.changed_logits]
+    """Features that would train wrongly: logits that are bent after the output layer, experts with an unknown layout in
+    one tensor. Layers that mix the sequences of a packed row, and factors of logits, are found on the loaded model
+    (`proof.prove`)."""
+    problems = [f"logits with {change}" for change in facts.changed_logits if "cap" in change]
     problems += [f"other inputs than text ({key})" for key in facts.other_inputs]
     problems += ["an encoder beside the decoder"] * facts.is_encoder_decoder
     if facts.num_experts and facts.model_type not in MODEL_TYPES and not facts.has_custom_code:
@@ -29,6 +28,11 @@ def unsupported(facts: ModelFacts) -> list[str]:
 def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
     """See `BackendSpec.layout`."""
     check_heads(trainer.fsdp, facts, key)
+    ranks = trainer.fsdp.context_parallel
+    if ranks > 1 and (trainer.packing == "padded" or facts.mixing):
+        found = f"the model at {key} has {facts.mixing}" if facts.mixing else "trainer.packing=padded"
+        do = "set trainer.fsdp.context_parallel to 1"
+        raise ConfigError(explain(f"trainer.fsdp.context_parallel={ranks}", f"{found}: rows are padded", do))
 
 
 def check_heads(fsdp: FsdpConfig, facts: ModelFacts, key: str) -> None:

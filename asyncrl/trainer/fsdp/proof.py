@@ -1,0 +1,211 @@
+"""How rows of several sequences pass through a model, proven on its own weights: in one packed row, or padded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from asyncrl.errors import ConfigError, explain
+from asyncrl.trainer.fsdp.attention import PACKED_SDPA
+from asyncrl.trainer.fsdp.context import RowPart
+from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
+
+logger = logging.getLogger(__name__)
+
+Packing = Literal["auto", "packed", "padded"]
+_LENGTHS = (21, 7, 37)
+_PADDED = ("sdpa", "eager")
+"""Attention of padded rows, the faster one first: not all models have it, and it leaves out caps."""
+_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""Largest difference that is rounding, relative to the largest value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """`attention`: of transformers. `pads`: sequences are rows of a batch, filled up on the right, where causal layers
+    never look. `scale`: the model's logits over those of its output layer."""
+
+    attention: str = PACKED_SDPA
+    pads: bool = False
+    scale: float = 1.0
+
+
+def forward_row(
+    model: PreTrainedModel, part: RowPart, way: Way, *, routing: bool = False
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """[n, hidden size]: the last layer's output at the predictor of each predicted token of this rank's part. With
+    `routing` also the router logits, [N, experts] per layer with experts. Collective over the ranks that share the
+    row."""
+    tokens = part.tokens
+    asked: dict[str, Any] = {"output_router_logits": True} if routing else {}
+    found, places = _padded(model, tokens, **asked) if way.pads else (_packed(model, part, **asked), None)
+    hidden, routed = found.last_hidden_state.flatten(0, 1), found.router_logits if routing else ()
+    if places is None:
+        return hidden.index_select(0, tokens.predictors), tuple(logits[: part.num_real] for logits in routed)
+    row = (values.index_select(0, places) for values in routed)
+    return hidden.index_select(0, places.index_select(0, tokens.predictors)), tuple(row)
+
+
+def _packed(model: PreTrainedModel, part: RowPart, **asked: Any) -> Any:
+    tokens, layout = part.tokens, part.tokens.layout
+    return model.base_model(
+        input_ids=tokens.input_ids,
+        position_ids=tokens.position_ids,
+        use_cache=False,
+        packed_layout=layout,
+        exchange=part.exchange,
+        # flash attention reads these; the other implementations read the layout
+        cu_seq_lens_q=layout.boundaries,
+        cu_seq_lens_k=layout.boundaries,
+        max_length_q=layout.max_length,
+        max_length_k=layout.max_length,
+        **asked,
+    )
+
+
+def _padded(model: PreTrainedModel, tokens: PackedTokens, **asked: Any) -> tuple[Any, torch.Tensor]:
+    """The model's output for the padded batch, and [N] int64: the place of each token of the row among [sequences x
+    longest]. One pass for all lengths: ranks must make equally many."""
+    layout = tokens.layout
+    lengths = layout.class_boundaries.diff().long()
+    count, longest = len(lengths), layout.max_length
+    starts = layout.class_boundaries[:-1].long()
+    gaps = torch.arange(count, device=lengths.device) * longest - starts
+    slots = torch.arange(int(lengths.sum()), device=lengths.device) + gaps.repeat_interleave(lengths)
+    ids = tokens.input_ids[0] if layout.order is None else tokens.input_ids[0].index_select(0, layout.order)
+    batch = ids.new_zeros(count * longest).index_copy_(0, slots, ids).view(count, longest)
+    places = slots if layout.places is None else slots.index_select(0, layout.places)
+    return model.base_model(input_ids=batch, use_cache=False, **asked), places
+
+
+def agreed(model: PreTrainedModel, mesh: DeviceMesh, attention: str, packing: Packing, *, head: bool) -> Way:
+    """`prove` on the first rank, which has the weights; all ranks get its outcome. Collective."""
+    said: list[Any] = [None]
+    if mesh.get_rank() == 0:
+        try:
+            said = [prove(model, attention, packing, head=head)]
+        except ConfigError as error:
+            said = [error]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(said, src=0)
+    if isinstance(said[0], ConfigError):
+        raise said[0]
+    model.set_attn_implementation(said[0].attention)
+    return said[0]
+
+
+@torch.no_grad()
+def prove(model: PreTrainedModel, attention: str, packing: Packing = "auto", *, head: bool = True) -> Way:
+    """The first way in which sequences of a row give what the model gives for each alone. The model's attention is then
+    another one: set that of the way.
+
+    Args:
+        attention: of packed rows. A kernel of a GPU is proven in `require_isolation`, when the weights are there; here
+            packed_sdpa stands for it.
+        head: the model has an output layer, whose logits are compared.
+
+    Raises:
+        ConfigError: no way does, a value is not finite, the logits are no multiple of the output layer's, or two passes
+            in training differ.
+    """
+    bound = _BOUNDS[model.dtype]
+    embedding: Any = model.get_input_embeddings()
+    sequences = _drawn(embedding.weight.shape[0])
+    with _evaluated(model):
+        model.set_attn_implementation("eager")
+        alone = [model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in sequences]
+        if not all(bool(hidden.isfinite().all()) for hidden in alone):
+            found = "hidden states that are not finite: its weights hold NaN or infinity, or its activations overflow"
+            do = "save the weights again; float16 overflows where bfloat16 does not"
+            raise ConfigError(explain(f"train a {type(model).__name__}", found, do))
+        scale = _scale_of(model, sequences[0], alone[0], bound) if head else 1.0
+        tried = [Way(attention, scale=scale)] if packing != "padded" else []
+        tried += [Way(name, pads=True, scale=scale) for name in _PADDED] if packing != "packed" else []
+        why: list[str] = []
+        for way in tried:
+            found = _apart(model, way, sequences, alone)
+            if found is not None and found <= bound:
+                told = "padded" if way.pads else "packed"
+                text = "%s: rows are %s (%s; apart by %.1e of %.1e), logits are %.6g times the output layer's%s"
+                last = f"; {'; '.join(why)}" if why else ""
+                logger.info(text, type(model).__name__, told, way.attention, found, bound, scale, last)
+                _require_the_same_twice(model, way, sequences)
+                return way
+            name = f"{'padded' if way.pads else 'packed'} with {way.attention}"
+            why.append(f"{name}: " + ("it cannot run" if found is None else f"a sequence is changed by {found:.2g}"))
+    do = "set trainer.packing=auto" if packing != "auto" else "train another model"
+    asked = f"train a {type(model).__name__} with trainer.packing={packing}"
+    raise ConfigError(explain(asked, f"{'; '.join(why)} (of its largest value; {bound:g} is rounding)", do))
+
+
+def _apart(model: PreTrainedModel, way: Way, sequences: list[torch.Tensor], alone: list[torch.Tensor]) -> float | None:
+    """Largest difference of a sequence among others from itself alone, of the largest value; None: it cannot run."""
+    orders = (0, 1), (2, 1, 0), (1, 0, 2, 2)
+    try:
+        model.set_attn_implementation(way.attention if way.pads else PACKED_SDPA)
+        gaps = [
+            float((found - alone[number]).abs().max()) / float(alone[number].abs().max())
+            for order in orders
+            for number, found in zip(order, _hidden(model, way, [sequences[n] for n in order]), strict=True)
+        ]
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, NotImplementedError, IndexError):
+        logger.debug("a %s cannot run %s", type(model).__name__, way, exc_info=True)
+        return None
+    return max(gaps) if np.isfinite(gaps).all() else None
+
+
+def _hidden(model: PreTrainedModel, way: Way, rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    lengths = [len(ids) for ids in rows]
+    every = torch.arange(sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    layout = PackedLayout.of(lengths, torch.device("cpu"))
+    tokens = PackedTokens(torch.cat(rows)[None], positions[None], layout, every, every, 1.0)
+    return forward_row(model, RowPart(tokens, len(every), len(every)), way)[0].split(lengths)
+
+
+def _drawn(vocabulary: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randint(0, vocabulary, (n,), generator=draw) for n in _LENGTHS]
+
+
+def _scale_of(model: PreTrainedModel, ids: torch.Tensor, hidden: torch.Tensor, bound: float) -> float:
+    """The model's logits over those of its output layer. Raises ConfigError: they are no multiple."""
+    head: Any = model.get_output_embeddings()
+    plain = torch.nn.functional.linear(hidden, head.weight, getattr(head, "bias", None)).double()
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].double()
+    scale = float((plain * logits).sum() / plain.square().sum())
+    apart = float((plain * scale - logits).abs().max() / logits.abs().max())
+    if not apart <= bound:
+        found = f"its logits differ by {apart:.2g} of the largest from every multiple of the output layer's"
+        raise ConfigError(explain(f"train a {type(model).__name__}", found, "train another model"))
+    return 1.0 if abs(scale - 1) <= bound else scale
+
+
+def _require_the_same_twice(model: PreTrainedModel, way: Way, sequences: list[torch.Tensor]) -> None:
+    """Raises ConfigError: two passes in training differ: something is dropped at random."""
+    model.train()
+    first, second = (torch.cat(_hidden(model, way, sequences)) for _ in range(2))
+    if not torch.equal(first, second):
+        found = f"two passes in training differ by {float((first - second).abs().max()):.2g}"
+        do = "switch off what it drops at random, in its config.json"
+        raise ConfigError(explain(f"train a {type(model).__name__}", found, do))
+
+
+@contextmanager
+def _evaluated(model: PreTrainedModel) -> Iterator[None]:
+    """In evaluation mode; the mode is as before afterwards."""
+    was = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was)

@@ -1,0 +1,92 @@
+"""The proof at load: which way the rows of a model take, and what is refused with the number that was measured."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    FalconH1Config,
+    Gemma2Config,
+    GptOssConfig,
+    Lfm2Config,
+    Mamba2Config,
+    MiniCPM3Config,
+    NemotronConfig,
+    Qwen3Config,
+    SeedOssConfig,
+)
+
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
+from asyncrl.trainer.fsdp.proof import Way, prove
+from tests.numerics.one_rank import SIZES
+
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+PACKED = Way(PACKED_SDPA)
+
+
+def model_of(config):
+    register_packed_attention()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("config", "way"),
+    [
+        (lambda: Qwen3Config(**SIZES), PACKED),
+        (lambda: Cohere2Config(**SIZES, logit_scale=0.25, sliding_window=9), Way(PACKED_SDPA, scale=0.25)),
+        (lambda: MiniCPM3Config(**SIZES | LATENT, dim_model_base=8), Way(PACKED_SDPA, scale=0.25)),
+        (lambda: NemotronConfig(**SIZES), Way("sdpa", pads=True)),
+        (lambda: FalconH1Config(**SIZES, **MAMBA), Way("sdpa", pads=True)),
+        (lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), Way("sdpa", pads=True)),
+        (lambda: GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1), Way("eager", pads=True)),
+        (
+            lambda: Mamba2Config(
+                vocab_size=64, hidden_size=32, num_heads=4, head_dim=16, num_hidden_layers=2, state_size=8, n_groups=1
+            ),
+            Way("eager", pads=True),
+        ),
+    ],
+)
+def test_the_first_way_that_is_exact_is_taken(config, way):
+    model = model_of(config())
+    found = prove(model, PACKED_SDPA)
+    assert (found.attention, found.pads) == (way.attention, way.pads)
+    assert found.scale == pytest.approx(way.scale, rel=1e-5)
+    assert not model.training
+    assert prove(model, PACKED_SDPA, "padded").pads
+
+
+@pytest.mark.parametrize(
+    ("config", "packing", "reason"),
+    [
+        (lambda: FalconH1Config(**SIZES, **MAMBA), "packed", r"a sequence is changed by 0\.\d+"),
+        (lambda: NemotronConfig(**SIZES), "packed", "packed with packed_sdpa: it cannot run"),
+        (lambda: Gemma2Config(**SIZES, final_logit_softcapping=0.1), "auto", "from every multiple of the output layer"),
+        (lambda: SeedOssConfig(**SIZES, residual_dropout=0.5), "auto", "two passes in training differ by"),
+    ],
+)
+def test_what_no_way_computes_exactly_is_refused_with_the_number(config, packing, reason):
+    with pytest.raises(ConfigError, match=reason):
+        prove(model_of(config()), PACKED_SDPA, packing)
+
+
+def test_weights_that_are_no_numbers_are_refused():
+    model = model_of(Qwen3Config(**SIZES))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ConfigError, match="not finite"):
+        prove(model, PACKED_SDPA)
