@@ -215,3 +215,21 @@ def test_what_is_recorded_needs_an_engine_that_records_it_and_experts_need_route
     require_routers(ModelFacts("a/name", is_local=False))  # nothing is known yet: the trainer asks again
     with pytest.raises(ConfigError, match=r"it has no routers(?s:.*)router_replay=off"):
         require_routers(ModelFacts.of_config("m", CONFIGS["qwen3"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "found"),
+    [
+        (
+            "falcon_h1",
+            ["trainer.fsdp.context_parallel=2", "trainer.num_ranks=2"],
+            "layers of kind mamba: rows are padded",
+        ),
+        ("llama", ["trainer.packing=padded", "trainer.router_replay=rollout"], "those of a packed row"),
+        ("llama", ["trainer.packing=padded", "trainer.backend=megatron"], "packed rows only"),
+    ],
+)
+def test_what_needs_packed_rows_is_refused_where_they_are_padded(model_of, name, changes, found):
+    recipe = quickstart(*overrides(model_of(name), "vllm"), *changes)
+    with pytest.raises(ConfigError, match=found):
+        check_recipe(recipe, use_hub=False)

@@ -41,6 +41,9 @@ def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
         ConfigError: a check fails. The message names the nearest sizes that pass.
     """
     megatron, sizes = trainer.megatron, facts.sizes
+    if trainer.packing == "padded":
+        do = "leave it out, or set trainer.backend=fsdp"
+        raise ConfigError(explain("trainer.packing=padded", "Megatron-core has packed rows only", do))
     if megatron.layers == "transformer_engine":
         require_package((ENGINE,), "trainer.megatron.layers=transformer_engine", INSTALL_ENGINE)
     tensor, stages = megatron.tensor_parallel, megatron.pipeline_parallel * megatron.chunks_per_stage
