@@ -16,8 +16,10 @@ from transformers import (
     SeedOssConfig,
 )
 
+from asyncrl.config.trainer import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
+from asyncrl.trainer.fsdp.lora import add_adapters
 from asyncrl.trainer.fsdp.proof import Way, prove
 from tests.numerics.one_rank import SIZES
 
@@ -90,3 +92,10 @@ def test_weights_that_are_no_numbers_are_refused():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(ConfigError, match="not finite"):
         prove(model, PACKED_SDPA)
+
+
+def test_every_linear_layer_of_a_hybrid_but_mambas_output_gets_an_adapter():
+    model = model_of(FalconH1Config(**SIZES, **MAMBA))
+    add_adapters(model, LoraConfig(rank=2))
+    adapted = {name.split(".lora_A")[0].rpartition(".")[2] for name, _ in model.named_parameters() if ".lora_A" in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "gate_proj", "up_proj", "down_proj"}

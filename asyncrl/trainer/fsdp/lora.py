@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config.trainer import LoraConfig
 from asyncrl.errors import ConfigError, explain
+from asyncrl.types import ModelFacts
 from asyncrl.weights.experts import is_fused
 
 logger = logging.getLogger(__name__)
@@ -110,9 +111,11 @@ def check_same(facts: Mapping[str, torch.Tensor], written: Mapping[str, torch.Te
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     """Names of all linear layers. peft's own all-linear would include experts and routers, which are parameters, not
-    layers."""
+    layers. It refuses the output projection of Mamba's layers, whose kernels read the weight past the module."""
     output = model.get_output_embeddings()
-    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
+    is_mamba = "mamba" in ModelFacts.of_config("", model.config.to_dict()).layer_kinds
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
+    return [name for name in linear if not (is_mamba and name.endswith(".out_proj"))]
 
 
 def _refuse_experts(model: PreTrainedModel, names: list[str], asked: str) -> None:
