@@ -59,7 +59,13 @@ def is_generator(name: str) -> bool:
     parts = module.split(".")
     if not colon or not attribute.isidentifier() or not all(map(str.isidentifier, parts)):
         return False
-    return len(parts) > 1 or find_spec(module) is not None
+    if len(parts) > 1:
+        return True
+    try:
+        found = find_spec(module)
+    except ValueError:
+        return False
+    return found is not None and found.origin is not None  # a folder is none
 
 
 def _path(name: str) -> Path:

@@ -94,6 +94,8 @@ def read_hub(hub: HubName, reader: RowReader | None = None) -> Iterator[PromptRo
         dataset = datasets.load_dataset(hub.name, hub.config, split=hub.split)
     except (OSError, ValueError, DatasetsError) as error:
         do = "check the name, configuration and split; log in for a private one; or give the path of a file"
+        if "/" not in hub.name:
+            do += "; the module of a generator `module:Name` must be in the working directory or on PYTHONPATH"
         raise DataError(explain(f"the dataset {hub} from the hub", _why(error), do)) from error
     reader = reader or RowReader()
     columns = reader.needed(dataset.column_names)
@@ -125,10 +127,10 @@ class GeneratedRows:
         for draw in range(MOST_DRAWS):
             origin = f"{self.name}(seed={self._seed(draw)})[{index}]"
             try:
-                record = json.loads(json.dumps(self._generator(draw)[index]))  # as a file would give it
+                line = json.dumps(self._generator(draw)[index])
             except (Exception, SystemExit) as error:
                 raise DataError(explain(f"the row {origin}", _named(error), "correct the generator")) from error
-            row = self.reader.record(record, origin)
+            row = self.reader.line(line, origin)
             if self._data.system_prompt is not None:
                 row = with_system_prompt(row, self._data.system_prompt)
             if is_taken(row):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,10 @@ from asyncrl.errors import DataError, explain
 
 TOKENIZED_ROWS = 64
 """Rows whose token ids enter the digest, which detects a tokenizer that splits texts differently."""
+
+
+_FAR = 100_000
+"""A row that no short list of rows has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +80,9 @@ def training_prompts(
             left.
         StorageError: the temporary directory has no room for the rows.
     """
+    if data.mixture and data.options:
+        do = "write them into the sources of the mixture"
+        raise DataError(explain(f"data.options={data.options}", "data.mixture, whose sources have options", do))
     collected = _Collected(data, renderer)
     complete = renderer is not None
     sources: list[SourceRows] = []
@@ -117,10 +125,18 @@ class _Collected:
             do = "leave it out, or write rows of the generator to a file"
             raise DataError(explain(f"data.curriculum.key={self._data.curriculum.key}", generator.name, do))
         self.generators.append(generator)
-        renderer = self._renderer
+        renderer, start = self._renderer, len(self._drawn)
         for index in range(TOKENIZED_ROWS):
             row = generator.row(index, lambda row: renderer is None or self._fits(row, renderer))
             self._drawn.append(row)
+        # A row must be the same whenever it is asked for, and there must always be another one.
+        again, last = pickle.loads(pickle.dumps(generator)), TOKENIZED_ROWS - 1
+        same = again.row(last, lambda row: renderer is None or text_within(row, renderer, self._data) is not None)
+        if same != self._drawn[start + last]:
+            do = "make a row from the seed and the index alone"
+            asked = f"row {last} of {generator.name} a second time"
+            raise DataError(explain(asked, "it is another one: a retry or a resume would train it", do))
+        again.row(_FAR, lambda row: True)
         self._unused |= generator.reader.unused
 
     def read(self, path: str) -> None:

@@ -73,8 +73,9 @@ class Entries:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         (name,) = Random(f"{self._seed} {index}").choices([*self._weights], [*self._weights.values()])
-        config = self._configs[name]
-        return record_of(name, config, self._seed, index, make_dataset(name, config, self._seed, index + 1)[index])
+        # A seed for each row instead of an index: some tasks make all entries up to the index.
+        config, seed = self._configs[name], Random(f"{self._seed} {index} seed").getrandbits(31)
+        return record_of(name, config, seed, 0, make_dataset(name, config, seed, 1)[0])
 
 
 def record_of(task: str, config: Mapping[str, Any], seed: int, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ HOW_TO_TIE = (
 )
 _NOISE = ("dropout", "dropout_prob", "dropout_p", "pdrop", "layerdrop", "jitter_noise")
 """Words in the keys of noise that training code may add: dropout, and jitter of routers."""
-_RECURRENT = ("mamba_", "ssm_", "linear_conv_", "lru_", "state_size", "rescale_every")
+_RECURRENT = ("mamba_", "ssm_", "linear_conv_", "lru_", "conv_L_cache", "state_size", "rescale_every")
 """How the keys begin that only models with recurrent layers have."""
 
 

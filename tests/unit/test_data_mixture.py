@@ -155,6 +155,29 @@ class Squares:
         return {"prompt": f"{self.seed}: {index}", "answer": index}
 
 
+class Forgets:
+    """Its rows depend on what was asked before."""
+
+    def __init__(self, seed: int) -> None:
+        self.count = 0
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        self.count += 1
+        return {"prompt": f"{self.count}", "answer": "1"}
+
+
+class HalfCharacter:
+    def __init__(self, seed: int) -> None:
+        pass
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        return {"prompt": "half \ud800", "answer": "1"}
+
+
+def short_list(seed: int) -> list[dict[str, object]]:
+    return [{"prompt": f"{n}", "answer": "1"} for n in range(100)]
+
+
 def takes_all(row) -> bool:
     return True
 
@@ -213,6 +236,10 @@ def test_a_generator_and_a_file_have_their_shares(tmp_path: Path) -> None:
         ({"train": f"{__name__}:Squares", "options": {"colour": 1}}, "unexpected keyword argument 'colour'"),
         ({"train": f"{__name__}:Squares", "curriculum": CurriculumConfig(key="pass_rate")}, "rows of the generator"),
         ({"options": {"every": 2}}, "arguments of a generator"),
+        ({"train": f"{__name__}:Forgets"}, "it is another one: a retry or a resume"),
+        ({"train": f"{__name__}:short_list"}, "[100000]"),
+        ({"train": f"{__name__}:HalfCharacter"}, "half a character"),
+        ({"train": "", "mixture": {"a": SourceConfig(path="a.jsonl")}, "options": {"b": 1}}, "sources have options"),
     ],
 )
 def test_a_generator_that_cannot_be_used_is_named(tmp_path: Path, changes, expected: str) -> None:
@@ -225,6 +252,6 @@ def test_a_generator_that_cannot_be_used_is_named(tmp_path: Path, changes, expec
 
 def test_names_of_the_hub_are_no_generators() -> None:
     names = "gsm8k:train", "openai/gsm8k:test", "a.jsonl", "c:\\data", "x:y:z", "org/a.b:c"
-    assert not any(map(is_generator, names))
+    assert not any(map(is_generator, (*names, "docs:train", "__main__:train")))
     assert is_generator("my_tasks.sums:Sums")
     assert is_generator("json:Sums")

@@ -126,7 +126,12 @@ class Models:
         found = load_model(model, fsdp, self._mesh, max_model_len=self._spec.max_model_len, **how)
         attention = choose_attention(fsdp, Kernels.of(torch.device(self._mesh.device_type)))
         packing, head = self._spec.trainer.packing, how.get("head", True)
-        return found, agreed(found, self._mesh, attention, packing, head=head)
+        way = agreed(found, self._mesh, attention, packing, head=head)
+        if way.pads and fsdp.context_parallel > 1:
+            asked = f"trainer.fsdp.context_parallel={fsdp.context_parallel}"
+            do = "set trainer.fsdp.context_parallel to 1"
+            raise ConfigError(explain(asked, f"rows of a {type(found).__name__} are padded", do))
+        return found, way
 
     def _named(self, path: str | None) -> ModelConfig:
         """The model at `path`; `model.revision` applies to `model.path` only."""

@@ -96,12 +96,22 @@ def agreed(model: PreTrainedModel, mesh: DeviceMesh, attention: str, packing: Pa
             said = [prove(model, attention, packing, head=head)]
         except ConfigError as error:
             said = [error]
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
+            found, do = f"{type(error).__name__}: {error}", "train another model"
+            asked = f"pass three short sequences through a {type(model).__name__} on the CPU"
+            said = [ConfigError(explain(asked, found, do))]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(said, src=0)
     if isinstance(said[0], ConfigError):
         raise said[0]
-    model.set_attn_implementation(said[0].attention)
-    return said[0]
+    way: Way = said[0]
+    if way.pads and packing == "auto":
+        text = (
+            "rows of a %s are padded: set trainer.packing=padded, so that micro-batches are planned as they are padded"
+        )
+        logger.warning(text, type(model).__name__)
+    model.set_attn_implementation(way.attention)
+    return way
 
 
 @torch.no_grad()
