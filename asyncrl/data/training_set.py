@@ -6,10 +6,10 @@ driver and rollouter (docs/adr/0016-prompts-are-rendered-when-they-are-asked.md)
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -130,7 +130,7 @@ class _Collected:
             row = generator.row(index, lambda row: renderer is None or self._fits(row, renderer))
             self._drawn.append(row)
         # A row must be the same whenever it is asked for, and there must always be another one.
-        again, last = pickle.loads(pickle.dumps(generator)), TOKENIZED_ROWS - 1
+        again, last = copy.copy(generator), TOKENIZED_ROWS - 1
         same = again.row(last, lambda row: renderer is None or text_within(row, renderer, self._data) is not None)
         if same != self._drawn[start + last]:
             do = "make a row from the seed and the index alone"
