@@ -53,11 +53,11 @@ def is_place(name: str) -> bool:
 
 
 def is_generator(name: str) -> bool:
-    """True if `name` is `package.module:Name`. A name without a dot is one only if that module exists: other such names
-    are a hub's `dataset:split`."""
+    """True if `name` is `package.module:Name`, and no path. A name without a dot is one only if that module exists:
+    other such names are a hub's `dataset:split`."""
     module, colon, attribute = name.partition(":")
     parts = module.split(".")
-    if not colon or not attribute.isidentifier() or not all(map(str.isidentifier, parts)):
+    if not colon or is_place(name) or not attribute.isidentifier() or not all(map(str.isidentifier, parts)):
         return False
     if len(parts) > 1:
         return True

@@ -55,7 +55,7 @@ def read_rows(
     Raises DataError: nothing there, no rows, or a malformed row (named by file and line).
     """
     reader = RowReader(schema, unused)
-    if is_generator(source) and not is_place(source):
+    if is_generator(source):
         do = "write some of its rows to a file, and name that: only training rows are drawn from a generator"
         raise DataError(explain(f"the dataset {source}", "a generator, which has no end", do))
     if is_place(source):

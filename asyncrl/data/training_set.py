@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.config.data import CurriculumConfig, DataConfig, SourceConfig
-from asyncrl.config.paths import is_generator, is_place
+from asyncrl.config.paths import is_generator
 from asyncrl.data.dataset import GeneratedRows, read_rows
 from asyncrl.data.row_table import ENDLESS, RowTable, RowWriter, SourceRows
 from asyncrl.data.rows import PromptRow
@@ -90,7 +90,7 @@ def training_prompts(
         if not may_read(source.path):
             complete = False
             continue
-        if is_generator(source.path) and not is_place(source.path):
+        if is_generator(source.path):
             collected.draw(GeneratedRows(source.path, source.options, f"{seed} {name}", data))
             start, stop = (ENDLESS * (len(collected.generators) + more) for more in (0, 1))
         else:

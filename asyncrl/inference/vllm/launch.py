@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import threading
@@ -18,6 +19,8 @@ from asyncrl.inference.cpu_time import yield_to_others
 from asyncrl.inference.vllm.scheduler_counts import VARIABLE, SchedulerCounts, scheduler_class
 from asyncrl.inference.vllm.support import RECORDING, check_vllm
 from asyncrl.types import ModelFacts
+
+logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "asyncrl.inference.vllm.weight_transfer.WorkerExtension"
 BACKEND = "asyncrl"
@@ -171,7 +174,8 @@ class Launcher:
         arguments = engine_arguments(
             self._model, settings, load_real_weights=self._load_real_weights, seed=self._seed, on_cpu=on_cpu
         )
-        if on_cpu and _is_recurrent(self._model):  # the prefix cache of recurrent layers needs chunked prefills
+        if on_cpu and arguments["enable_prefix_caching"] and _is_recurrent(self._model):
+            logger.warning("vLLM's prefix cache is off: that of recurrent layers needs chunked prefills, not on a CPU")
             arguments["enable_prefix_caching"] = False
         with contextlib.ExitStack() as environment:  # vLLM reads these from the environment only
             environment.enter_context(set_env_var(OWNER_VARIABLE, str(os.getpid())))

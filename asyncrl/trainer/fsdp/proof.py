@@ -144,7 +144,7 @@ def prove(model: PreTrainedModel, attention: str, packing: Packing = "auto", *, 
         why: list[str] = []
         for way in tried:
             found = _apart(model, way, sequences, alone)
-            if found is not None and found <= bound:
+            if isinstance(found, float) and found <= bound:
                 told = "padded" if way.pads else "packed"
                 text = "%s: rows are %s (%s; apart by %.1e of %.1e), logits are %.6g times the output layer's%s"
                 last = f"; {'; '.join(why)}" if why else ""
@@ -152,14 +152,14 @@ def prove(model: PreTrainedModel, attention: str, packing: Packing = "auto", *, 
                 _require_the_same_twice(model, way, sequences)
                 return way
             name = f"{'padded' if way.pads else 'packed'} with {way.attention}"
-            why.append(f"{name}: " + ("it cannot run" if found is None else f"a sequence is changed by {found:.2g}"))
+            why.append(f"{name}: " + (found if isinstance(found, str) else f"a sequence is changed by {found:.2g}"))
     do = "set trainer.packing=auto" if packing != "auto" else "train another model"
     asked = f"train a {type(model).__name__} with trainer.packing={packing}"
     raise ConfigError(explain(asked, f"{'; '.join(why)} (of its largest value; {bound:g} is rounding)", do))
 
 
-def _apart(model: PreTrainedModel, way: Way, sequences: list[torch.Tensor], alone: list[torch.Tensor]) -> float | None:
-    """Largest difference of a sequence among others from itself alone, of the largest value; None: it cannot run."""
+def _apart(model: PreTrainedModel, way: Way, sequences: list[torch.Tensor], alone: list[torch.Tensor]) -> float | str:
+    """Largest difference of a sequence among others from itself alone, of the largest value; or why it cannot run."""
     orders = (0, 1), (2, 1, 0), (1, 0, 2, 2)
     try:
         model.set_attn_implementation(way.attention if way.pads else PACKED_SDPA)
@@ -169,10 +169,9 @@ def _apart(model: PreTrainedModel, way: Way, sequences: list[torch.Tensor], alon
             for order in orders
             for number, found in zip(order, _hidden(model, way, [sequences[n] for n in order]), strict=True)
         ]
-    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, NotImplementedError, IndexError):
-        logger.debug("a %s cannot run %s", type(model).__name__, way, exc_info=True)
-        return None
-    return max(gaps) if np.isfinite(gaps).all() else None
+    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, NotImplementedError, IndexError) as error:
+        return f"it cannot run ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    return float(max(gaps)) if np.isfinite(gaps).all() else "values that are not finite"
 
 
 def _hidden(model: PreTrainedModel, way: Way, rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
