@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,9 @@ def convert(found: FoundCheckpoint, model: ModelConfig, out: Path, to: str, *, t
     written, asked = written_by(source), f"convert {found.directory} to trainer.backend={to}"
     if written == to:
         raise ConfigError(explain(asked, "it is of that backend", f"resume it with trainer.backend={to} as it is"))
-    state = open_training_state(source)
-    configs = _configs(found, model, state, to, trust_run=trust_run)
+    config_of = lru_cache(partial(_config, found, model, to, trust_run))
+    state = open_training_state(source, config_of)
+    configs = _configs(found, model, state, config_of)
     said = f"{written} to {to}: {' and '.join(configs)} with both moments; random states start as in a new run"
     record = {"checkpoint": str(found.directory.resolve()), "from": written, "to": to, "what": said}
     progress = read_state(found.directory)
@@ -78,29 +80,34 @@ def _copy_run(run: RunDirectory, new: RunDirectory, to: str) -> None:
     new.config.write_text(json.dumps(config, indent=2) + "\n")
 
 
+def _config(found: FoundCheckpoint, model: ModelConfig, to: str, trust_run: bool, name: str) -> Mapping[str, Any]:
+    """The Hugging Face config of a model in the checkpoint. Raises ConfigError if `to` cannot train it."""
+    path = model.path if name == "model" else _critic_path(found) or model.path
+    asked = f"convert the {name} of {found.directory}"
+    if name == "critic" and path != model.path and is_hub_model(path) and not trust_run:
+        said = f"its config.json says algorithm.critic.path={path}: a model of the hub"
+        raise ConfigError(explain(asked, said, f"pass {TRUST_RUN} if the run is yours or of somebody you trust"))
+    config = read_config(path, model, asked).to_dict()
+    require_trains(to, ModelFacts.of_config(path, config))
+    return config
+
+
 def _configs(
-    found: FoundCheckpoint, model: ModelConfig, state: TrainingState, to: str, *, trust_run: bool
+    found: FoundCheckpoint, model: ModelConfig, state: TrainingState, config_of: Callable[[str], Mapping[str, Any]]
 ) -> dict[str, Mapping[str, Any]]:
-    """The Hugging Face config of each model in the checkpoint. Raises ConfigError if it does not match the weights, or
-    `to` cannot train it."""
-    named = {"model": model.path, "critic": _critic_path(found) or model.path}
+    """The config of each model in the checkpoint. Raises ConfigError if it does not match the weights."""
     configs = {}
     for name in MODELS:
-        shapes = state.shapes(name)
-        if not shapes:
+        if not (shapes := state.shapes(name)):
             continue
-        path, asked = named[name], f"convert the {name} of {found.directory}"
-        if name == "critic" and path != model.path and is_hub_model(path) and not trust_run:
-            said = f"its config.json says algorithm.critic.path={path}: a model of the hub"
-            raise ConfigError(explain(asked, said, f"pass {TRUST_RUN} if the run is yours or of somebody you trust"))
-        config = read_config(path, model, asked).to_dict()
-        require_trains(to, ModelFacts.of_config(path, config))
+        config = configs[name] = config_of(name)
         rows = shapes.get("model.embed_tokens.weight", ())
         here = (config.get("vocab_size"), config.get("hidden_size"))
         if rows != here:
+            path = model.path if name == "model" else _critic_path(found) or model.path
             said = f"the embedding in the checkpoint is {list(rows)}, that of {path} {list(here)}"
-            raise ConfigError(explain(asked, said, "pass --model DIRECTORY, the model that was trained"))
-        configs[name] = config
+            do, asked = "pass --model DIRECTORY, the model that was trained", f"convert the {name} of {found.directory}"
+            raise ConfigError(explain(asked, said, do))
     if "model" not in configs:
         raise ConfigError(explain(f"convert {found.directory}", "it has no weights", "name another checkpoint"))
     return configs

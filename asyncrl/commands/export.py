@@ -194,7 +194,7 @@ def _write_weights(
 
     shards: list[list[str]] = []
     parameters = nbytes = 0
-    weights = _reader(found).weights(model.path, model.revision)
+    weights = _reader(found).weights(model)
     for shard in _shards(((name, tensor.to(dtype)) for name, tensor in weights), max_shard_bytes):
         safetensors.torch.save_file(shard, directory / f"part-{len(shards)}", metadata=_metadata(found))
         shards.append(list(shard))

@@ -13,6 +13,8 @@ from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Traje
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl.config.model import ModelConfig
+
 
 class TrainBackend(Protocol):
     """One trainer rank. A backend composes `step.TrainingStep` over its models for the first three methods, and adds
@@ -95,17 +97,15 @@ class StoredAdapter:
 class CheckpointReader(Protocol):
     """Reads what a backend's `save` wrote, in one process and without a process group."""
 
-    def weights(self, base: str | None = None, revision: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole float32 tensor) of the policy, one at a time, with adapters merged and experts
-        separate.
+    def weights(self, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the files of `model`, whole float32 tensor) of the policy, one at a time, with adapters merged.
 
         Args:
-            base: present location of the adapters' base weights; None: the location in the checkpoint.
-            revision: of the base on the hub; None: its default branch.
+            model: that was trained; its `path` is where the adapters' base weights are now.
 
         Raises:
             ConfigError: the checkpoint cannot be read.
-            WeightTransferError: the adapters are not of the model at `base`.
+            WeightTransferError: the adapters are not of that model.
         """
         ...
 

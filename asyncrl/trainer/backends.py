@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -143,13 +143,16 @@ def require_written_by(backend: str, directory: Path) -> None:
     raise ConfigError(explain(f"resume from {directory} with trainer.backend={backend}", f"it is of {other}", do))
 
 
-def open_training_state(directory: Path) -> TrainingState:
-    """Raises ConfigError: there is no checkpoint of a backend, or it cannot be read."""
+def open_training_state(directory: Path, config_of: Callable[[str], Mapping[str, Any]]) -> TrainingState:
+    """`config_of`: the Hugging Face config of each model.
+
+    Raises ConfigError: there is no checkpoint of a backend, or it cannot be read.
+    """
     backend = written_by(directory)
     if backend is None:
         do = "name a run, or runs/NAME/checkpoints/step_N"
         raise ConfigError(explain(f"convert {directory}", "it is of no backend known here", do))
-    return resolve_name(BACKENDS[backend].state)(directory)
+    return resolve_name(BACKENDS[backend].state)(directory, config_of)
 
 
 def write_training_state(

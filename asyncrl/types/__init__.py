@@ -28,7 +28,7 @@ from asyncrl.types.groups import (
     Ticket,
     TokenLag,
 )
-from asyncrl.types.models import HOW_TO_TIE, UNTIED, LayerSizes, ModelFacts, misfit, settle
+from asyncrl.types.models import HOW_TO_TIE, ROUTED, UNTIED, LayerSizes, ModelFacts, misfit, routers_of, settle
 from asyncrl.types.replicas import (
     FleetReport,
     ReplicaRow,

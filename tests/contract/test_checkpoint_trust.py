@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
 )
+from transformers import Qwen3Config
 
 from asyncrl.checkpoint.digests import seal
 from asyncrl.checkpoint.store import RunState, render_state
@@ -65,7 +66,8 @@ def forge(trainer, change):
 
 
 def read(trainer):
-    return dict(FsdpCheckpoint(trainer).weights())
+    Qwen3Config(vocab_size=8, hidden_size=8, num_hidden_layers=1).save_pretrained(trainer.parent / "model")
+    return dict(FsdpCheckpoint(trainer).weights(ModelConfig(path=str(trainer.parent / "model"))))
 
 
 def test_an_honest_one_is_read(trainer):

@@ -91,7 +91,7 @@ def test_layers_of_a_quantised_checkpoint_refuse_the_weights_of_a_trainer():
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
 
-    from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
+    from asyncrl.inference.vllm.filled_layers import FilledLayers
 
     def model(method):
         layer = LinearBase.__new__(LinearBase)
@@ -101,9 +101,9 @@ def test_layers_of_a_quantised_checkpoint_refuse_the_weights_of_a_trainer():
         layer.output_size, layer.input_size = 8, 4
         return torch.nn.ModuleDict({"q_proj": layer})
 
-    ExpectedTensors(model(Fp8PtpcOnlineLinearMethod)).require_loadable()
+    FilledLayers(model(Fp8PtpcOnlineLinearMethod)).require_loadable()
     with pytest.raises(WeightTransferError, match=r"q_proj \(Fp8LinearMethod\)"):
-        ExpectedTensors(model(Fp8LinearMethod)).require_loadable()
+        FilledLayers(model(Fp8LinearMethod)).require_loadable()
 
 
 def test_what_cannot_be_quantised_is_refused_by_name(tmp_path):

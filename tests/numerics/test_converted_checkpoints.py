@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from asyncrl.checkpoint.digests import verify
 from asyncrl.checkpoint.store import CheckpointStore, RunState, read_state
@@ -77,16 +78,18 @@ def paths(tmp_path_factory):
     return written
 
 
+def configs_of(path, names):
+    return dict.fromkeys(names, AutoConfig.from_pretrained(path).to_dict())
+
+
 def converted(directory, to, out, configs):
-    write_training_state(to, out, open_training_state(directory), configs)
+    write_training_state(to, out, open_training_state(directory, configs.__getitem__), configs)
     return out
 
 
 @pytest.fixture(scope="module")
 def outcomes(paths, tmp_path_factory, process_group):
     """Kind -> what FSDP2 found, what the ranks found after it, the directories of all checkpoints."""
-    from transformers import AutoConfig
-
     root, fsdp, models, configs = tmp_path_factory.mktemp("converted"), {}, {}, {}
     for kind, (algorithm, _, names) in RUNS.items():
         backend = make_fsdp(paths[kind], **algorithm)
@@ -94,7 +97,7 @@ def outcomes(paths, tmp_path_factory, process_group):
             step(backend, number)
         written = save(backend, root / kind / "fsdp")
         fsdp[kind] = {"written": weights_of(backend), "metrics": step(backend, 2), "weights": weights_of(backend)}
-        configs[kind] = dict.fromkeys(names, AutoConfig.from_pretrained(paths[kind]).to_dict())
+        configs[kind] = configs_of(paths[kind], names)
         models[kind] = paths[kind], converted(written, "megatron", root / kind / "converted", configs[kind])
     ranks = run_ranks(
         rank_main, root / "ranks", 2, models, preload=["tests.numerics.megatron_ranks"], deadline_s=DEADLINE_S
@@ -114,9 +117,9 @@ def outcome(request, outcomes):
 
 
 @cache
-def state_of(directory, names):
+def state_of(directory, names, path):
     """(length of the run, model -> steps, (model, name, kind) -> tensor)."""
-    state = open_training_state(directory)
+    state = open_training_state(directory, configs_of(path, names).__getitem__)
     tensors = {
         (model, name, kind): state.read(model, name, kind)
         for model in names
@@ -127,9 +130,9 @@ def state_of(directory, names):
     return state.total_steps(), {model: state.steps(model) for model in names}, tensors
 
 
-def assert_same_state(a, b, names):
+def assert_same_state(a, b, names, path):
     """Bitwise, moments and numbers of steps included."""
-    (length, steps, one), (other_length, other_steps, other) = state_of(a, names), state_of(b, names)
+    (length, steps, one), (other_length, other_steps, other) = state_of(a, names, path), state_of(b, names, path)
     assert length == other_length
     assert steps == other_steps
     assert min(steps.values()) > 0
@@ -145,12 +148,12 @@ def of_all_stages(ranks, what):
     return {name: tensor for rank in ranks for name, tensor in rank[what].items()}
 
 
-def test_nothing_is_lost_on_the_way_to_megatron_and_back(outcome):
+def test_nothing_is_lost_on_the_way_to_megatron_and_back(outcome, paths):
     kind, fsdp, ranks, places = outcome
     names = RUNS[kind][2]
-    assert_same_state(places["fsdp"], places["converted"], names)
-    assert_same_state(places["converted"], places["loaded"], names)
-    assert_same_state(places["trained"], places["back"], names)
+    assert_same_state(places["fsdp"], places["converted"], names, paths[kind])
+    assert_same_state(places["converted"], places["loaded"], names, paths[kind])
+    assert_same_state(places["trained"], places["back"], names, paths[kind])
     loaded = of_all_stages(ranks, "loaded")
     assert all(np.array_equal(loaded[name], weight) for name, weight in fsdp["written"].items())
 
@@ -186,7 +189,7 @@ def run(outcomes, paths, tmp_path):
     return directory
 
 
-def test_the_command_makes_a_run_that_goes_on_where_it_was(run, tmp_path, capsys):
+def test_the_command_makes_a_run_that_goes_on_where_it_was(run, paths, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"asyncrl-export .*/step_2 NEW_RUN --to megatron"):
         require_written_by("megatron", run / "checkpoints/step_2/trainer")
     out = tmp_path / "new"
@@ -208,20 +211,20 @@ def test_the_command_makes_a_run_that_goes_on_where_it_was(run, tmp_path, capsys
     assert (record["from"], record["to"]) == ("fsdp", "megatron")
     back = tmp_path / "back"
     assert main([str(out), str(back), "--to", "fsdp"]) == 0
-    assert_same_state(run / "checkpoints/step_2/trainer", back / "checkpoints/step_2/trainer", ("model", "critic"))
+    names = ("model", "critic")
+    same = run / "checkpoints/step_2/trainer", back / "checkpoints/step_2/trainer"
+    assert_same_state(*same, names, paths["qwen3"])
     assert main([str(out), str(tmp_path / "hf"), "--dtype", "float32"]) == 0, "the run's config names its backend"
 
 
 def test_large_checkpoints_are_written_in_files_of_a_limited_size(outcomes, paths, tmp_path):
-    from transformers import AutoConfig
-
     from asyncrl.trainer.megatron.training_state import write_training_state as write
 
     _, _, places = outcomes["mixture"]
-    configs = {"model": AutoConfig.from_pretrained(paths["mixture"]).to_dict()}
-    write(tmp_path / "small", open_training_state(places["fsdp"]), configs, max_file_bytes=20_000)
+    configs = configs_of(paths["mixture"], ("model",))
+    write(tmp_path / "small", open_training_state(places["fsdp"], configs.__getitem__), configs, max_file_bytes=20_000)
     assert len(list((tmp_path / "small").iterdir())) > 10
-    assert_same_state(places["fsdp"], tmp_path / "small", ("model",))
+    assert_same_state(places["fsdp"], tmp_path / "small", ("model",), paths["mixture"])
 
 
 @pytest.mark.parametrize(
@@ -251,4 +254,4 @@ def test_adapters_are_not_converted(paths, tmp_path, process_group):
     spec = replace(spec, trainer=replace(spec.trainer, lora=LoraConfig(rank=2)))
     save(fsdp_backend(spec), tmp_path / "trainer")
     with pytest.raises(ConfigError, match="adapters alone"):
-        open_training_state(tmp_path / "trainer")
+        open_training_state(tmp_path / "trainer", {}.__getitem__)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from asyncrl.config.algorithm import AlgorithmConfig
+from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import MegatronConfig
 from asyncrl.trainer.backends import open_checkpoint
 from asyncrl_testing.backend_suite import assert_same_weights, random_lease, weights_of
@@ -223,7 +224,7 @@ def test_resumed_training_is_bitwise_the_same(outcome):
 
 def test_the_checkpoint_reads_as_hugging_face_tensors(outcome):
     _, ranks, root = outcome
-    found = dict(open_checkpoint(root / "trainer", "megatron").weights())
+    found = dict(open_checkpoint(root / "trainer", "megatron").weights(ModelConfig()))
     weights = sent(ranks, "weights")
     assert set(found) == set(weights)
     assert_same_weights(weights, {name: found[name].numpy() for name in weights})

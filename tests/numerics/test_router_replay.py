@@ -11,7 +11,7 @@ from torch import nn
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.step.batch import pack
-from asyncrl.weights.experts import routers_of
+from asyncrl.types import routers_of
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, with_experts
 from asyncrl_testing.engine_suite import Client, make_request
 from asyncrl_testing.random_model import random_qwen3_moe, write_random_qwen3

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, GaeConfig, KlConfig
+from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
 from asyncrl.errors import ConfigError, WeightTransferError
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
@@ -141,7 +142,7 @@ def test_weights_are_gathered_where_they_are_trained_not_where_they_wait(path, m
     backend, devices = build(path), []
     full = state.full
     monkeypatch.setattr(state, "full", lambda tensor: devices.append(tensor.device.type) or full(tensor))
-    publication = Publication(backend._policy.causal_lm, backend._spec, torch.device("meta"))
+    publication = Publication(backend._policy.causal_lm, backend._models.layout, backend._spec, torch.device("meta"))
     next(publication.tensors())
     assert devices == ["meta"]
 
@@ -394,7 +395,7 @@ def test_only_adapters_are_trained_and_the_reference_is_the_model_without_them(p
 def test_a_checkpoint_of_adapters_is_small_and_gives_whole_weights(path, tmp_path):
     backend, _, _ = trained_lora(path)
     save(backend, tmp_path / "lora")
-    weights = dict(FsdpCheckpoint(tmp_path / "lora").weights())
+    weights = dict(FsdpCheckpoint(tmp_path / "lora").weights(ModelConfig(path=str(path))))
     for name, tensor in merged_by_peft(backend, path).state_dict().items():
         if name != "lm_head.weight":
             torch.testing.assert_close(weights[name], tensor, atol=1e-6, rtol=0)
@@ -402,7 +403,7 @@ def test_a_checkpoint_of_adapters_is_small_and_gives_whole_weights(path, tmp_pat
     save(full, tmp_path / "full")
     size = [sum(f.stat().st_size for f in (tmp_path / kind).iterdir()) for kind in ("lora", "full")]
     assert size[0] < size[1]
-    plain = dict(FsdpCheckpoint(tmp_path / "full").weights())
+    plain = dict(FsdpCheckpoint(tmp_path / "full").weights(ModelConfig(path=str(path))))
     for name, weight in weights_of(full).items():
         np.testing.assert_array_equal(plain[name].numpy(), weight, err_msg=name)
     with pytest.raises(ConfigError, match="no checkpoint"):

@@ -10,16 +10,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from asyncrl.config.model import ModelConfig
 from asyncrl.errors import WeightTransferError, explain
 from asyncrl.inference.sglang.weight_channel import PublishOrder, read_order, write_outcome
-from asyncrl.inference.shared.weight_update import WorkerUpdate, load_named
-from asyncrl.types import TensorSpec
+from asyncrl.inference.shared.weight_update import PublishedNames, WorkerUpdate, load_named
 from asyncrl.weights.encodings.decoder import Decoder
-from asyncrl.weights.experts import MODEL_TYPES, is_fused, unfused
 
 logger = logging.getLogger(__name__)
 
-_DO = "train and serve the same model.path"
 _UPDATES: WeakKeyDictionary[torch.nn.Module, WorkerUpdate] = WeakKeyDictionary()
 
 
@@ -44,8 +42,9 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, Any]]) -> None:
 
 def _make_update(model: torch.nn.Module, order: PublishOrder) -> WorkerUpdate:
     parameter = next(model.parameters())
-    decoder = Decoder(order.path, order.revision, parameter.dtype)
-    return WorkerUpdate(SglangLoader(model, order), decoder, parameter.device)
+    loader = SglangLoader(model, order)
+    decoder = Decoder(order.path, order.revision, parameter.dtype, publishes=loader.names.knows)
+    return WorkerUpdate(loader, decoder, parameter.device)
 
 
 class SglangLoader:
@@ -55,15 +54,9 @@ class SglangLoader:
 
     def __init__(self, model: torch.nn.Module, order: PublishOrder) -> None:
         self._model = model
-        self._shapes, self._also = _checkpoint_shapes(order)
-
-    def check(self, spec: TensorSpec) -> None:
-        shape = self._shapes.get(spec.name) or self._also.get(spec.name)
-        asked = f"tensor {spec.name!r} {spec.shape} {spec.dtype}"
-        if shape is None and self._shapes:
-            raise WeightTransferError(explain(asked, "the model has no tensor of that name", _DO))
-        if shape is not None and shape != tuple(spec.shape):
-            raise WeightTransferError(explain(asked, f"the model's has shape {shape}", _DO))
+        trust = order.trust_remote_code
+        self.names = PublishedNames(ModelConfig(path=order.path, revision=order.revision, trust_remote_code=trust))
+        self.check = self.names.check
 
     def start(self, names: Collection[str] | None) -> None:
         """Nothing to do: the host calls SGLang's begin_weight_update."""
@@ -73,10 +66,7 @@ class SglangLoader:
         probes = _Probes(self._model) if names is None else None
         with torch.no_grad():
             published, _ = load_named(self._model, tensors, "SGLang")
-        missing = [name for name in names or self._shapes if name not in published]
-        if missing:
-            found = f"{len(missing)} did not come, the first is {missing[0]!r}"
-            raise WeightTransferError(explain("all tensors of the model", found, "publish all of named_weights()"))
+        self.names.require(published, names)
         if probes is not None and (untouched := probes.untouched()):
             found = f"SGLang took nothing of it for {len(untouched)} of its parameters, the first is {untouched[0]!r}"
             do = "report this: SGLang and transformers name the tensors of this model in different ways"
@@ -112,26 +102,3 @@ class _Probes:
                 names.append(name)
             flat[at] = torch.where(gone, before, flat[at])
         return names
-
-
-def _checkpoint_shapes(order: PublishOrder) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Shapes by name of the checkpoint's required tensors and of its optional ones (tied parameters). Both are empty
-    for a model that is unknown to transformers or has an unknown layout of experts; only SGLang's loader then finds
-    errors."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        trust = order.trust_remote_code
-        config = AutoConfig.from_pretrained(order.path, revision=order.revision, trust_remote_code=trust)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-    except (ValueError, ImportError, OSError) as error:
-        logger.warning("the shapes of a publish are not checked before SGLang loads them: %s", error)
-        return {}, {}
-    # On the meta device the model has shapes but no memory.
-    own = dict(model.named_parameters())
-    if any(is_fused(name) for name in own) and config.model_type not in MODEL_TYPES:
-        return {}, {}
-    shapes = {part: tuple(t.shape) for name, parameter in own.items() for part, t in unfused(name, parameter)}
-    tied = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False) if name not in own}
-    return shapes, tied

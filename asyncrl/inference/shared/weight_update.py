@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -16,12 +16,14 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, WeightTransferError, explain
+from asyncrl.config.model import ModelConfig
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, WeightTransferError, explain
 from asyncrl.inference.shared.staged_weights import Staging
 from asyncrl.inference.shared.tensor_feed import Feed, completed
 from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
 from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.encodings.decoder import Decoder, Scope
+from asyncrl.weights.stored_layout import StoredLayout
 from asyncrl.weights.transport import WeightReceiver, WeightSink
 from asyncrl.weights.transports import build_receiver
 
@@ -90,6 +92,40 @@ def load_named(
     except Exception as error:
         found, do = f"{type(error).__name__}: {error}", "train and serve the same model.path"
         raise WeightTransferError(explain(f"{last} into {package}", found, do)) from error
+
+
+class PublishedNames:
+    """The tensors that a publish of the whole model has: the trainer names them by the same layout. Unknown, and
+    unchecked, where transformers does not have the model."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._aliases: Mapping[str, str] = {}
+        try:
+            layout = StoredLayout.of_model(model)
+        except ConfigError as error:
+            logger.warning("the names and shapes of a publish are not checked before they are loaded: %s", error)
+            return
+        self._shapes, self._aliases = layout.shapes, layout.aliases
+
+    def knows(self, name: str) -> bool:
+        return name in self._shapes or not self._shapes
+
+    def check(self, spec: TensorSpec) -> None:
+        """Raises WeightTransferError: no such tensor in the model, or a different shape."""
+        shape = self._shapes.get(self._aliases.get(spec.name, spec.name))
+        if shape == tuple(spec.shape) or not self._shapes:
+            return
+        found = "the model has no tensor of that name" if shape is None else f"the model's has shape {shape}"
+        asked = f"tensor {spec.name!r} {spec.shape} {spec.dtype}"
+        raise WeightTransferError(explain(asked, found, "train and serve the same model.path"))
+
+    def require(self, published: Collection[str], wanted: Collection[str] | None) -> None:
+        """Raises WeightTransferError naming a missing tensor. `wanted`: the required ones; None: all."""
+        missing = [name for name in (self._shapes if wanted is None else wanted) if name not in published]
+        if missing:
+            found = f"{len(missing)} did not come, the first is {missing[0]!r}"
+            raise WeightTransferError(explain("all tensors of the model", found, "publish all of named_weights()"))
 
 
 class WorkerUpdate:

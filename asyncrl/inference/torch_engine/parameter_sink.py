@@ -15,7 +15,8 @@ _EACH_ONCE = "send every slice of the manifest once"
 class ParameterSink:
     """A `DirectSink` that writes one publish directly into the storage of `targets`; make a new one per publish.
 
-    A tensor of the target's dtype is copied bytewise; a tensor of another dtype is gathered first and then converted.
+    A tensor of the target's dtype is copied bytewise; one of another dtype, or for a target that is not contiguous, is
+    gathered first and then converted.
     Names that share storage (tied embeddings) count as one: either may arrive, or both.
 
     Args:
@@ -36,7 +37,7 @@ class ParameterSink:
         length = data.numel()
         target = self._target(spec, offset, length)
         left = self._left_after(spec, offset, length)
-        destination = target if spec.dtype == _dtype_name(target) else self._staged(spec, data.device)
+        destination = target if _fits(spec, target) else self._staged(spec, data.device)
         _as_bytes(destination)[offset : offset + length].copy_(data)
         # The last slice: convert the gathered tensor into the parameter.
         if left == 0 and destination is not target:
@@ -48,7 +49,7 @@ class ParameterSink:
     def destination(self, spec: TensorSpec, offset: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
         """As `DirectSink.destination`: the parameter itself, if dtype and device match."""
         target = self._target(spec, offset, nbytes)
-        if spec.dtype != _dtype_name(target) or target.device != device:
+        if not _fits(spec, target) or target.device != device:
             return None
         return _as_bytes(target)[offset : offset + nbytes]
 
@@ -111,8 +112,9 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _fits(spec: TensorSpec, target: torch.Tensor) -> bool:
+    """Whether the bytes of `spec` are those of `target`."""
+    return spec.dtype == str(target.dtype).removeprefix("torch.") and target.is_contiguous()
 
 
 def _refused(spec: TensorSpec, found: str, do: str) -> WeightTransferError:

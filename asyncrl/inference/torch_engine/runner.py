@@ -18,8 +18,7 @@ from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, Sl
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
 from asyncrl.inference.torch_engine.sampling import log_softmax
 from asyncrl.inference.torch_engine.slots import Moves
-from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, misfit, settle
-from asyncrl.weights.experts import routers_of
+from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, misfit, routers_of, settle
 
 PREFILL_TOKENS = 1024
 """Tokens of one prefill pass, padding included: bounds its memory and how long it delays running requests."""

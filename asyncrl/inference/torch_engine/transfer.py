@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 import torch
+from transformers import PreTrainedModel
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import WeightTransferError, explain
@@ -13,8 +14,8 @@ from asyncrl.inference.shared.staged_weights import Staging
 from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
 from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.encodings.decoder import Decoder, Scope
-from asyncrl.weights.experts import unfused
 from asyncrl.weights.packing import byte_view, spec_of
+from asyncrl.weights.stored_layout import StoredLayout
 from asyncrl.weights.transport import WeightReceiver
 from asyncrl.weights.transports import build_receiver
 from asyncrl.weights.transports.blocking import BlockingCalls
@@ -33,10 +34,10 @@ class TorchTransfer:
     Stops when: the engine stops.
     """
 
-    def __init__(self, served: torch.nn.Module, device: torch.device, model: ModelConfig) -> None:
-        whole = served.state_dict().items()
-        # Fused experts are published per expert, so each gets a view as its target.
-        self._targets = {name: part for fused, tensor in whole for name, part in unfused(fused, tensor)}
+    def __init__(self, served: PreTrainedModel, device: torch.device, model: ModelConfig) -> None:
+        whole, layout = served.state_dict().items(), StoredLayout.of(served)
+        # A tensor comes in the parts of the files, so each gets a view as its target.
+        self._targets = {name: part for own, tensor in whole for name, part in layout.split(own, tensor)}
         self._parameters = dict(served.named_parameters(remove_duplicate=False))
         self._names_of: dict[int, list[str]] = {}
         """id of a parameter -> its names; tied parameters have several."""
@@ -44,7 +45,7 @@ class TorchTransfer:
             self._names_of.setdefault(id(parameter), []).append(name)
         self._device = device
         dtype: torch.dtype = getattr(torch, model.inference_dtype)
-        self._decoder = Decoder(model.path, model.revision, dtype)
+        self._decoder = Decoder(model.path, model.revision, dtype, publishes=self._targets.__contains__)
         self._calls = BlockingCalls("weight-transfer")
         self._calls.submit(self._set_up_thread)
         self._source: TransferSource | None = None

@@ -7,20 +7,23 @@ complete.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.platforms import current_platform
 
+from asyncrl.config.model import ModelConfig
 from asyncrl.errors import WeightTransferError, explain
-from asyncrl.inference.shared.weight_update import load_named
-from asyncrl.inference.vllm.expected_tensors import ExpectedTensors
-from asyncrl.types import TensorSpec
+from asyncrl.inference.shared.weight_update import PublishedNames, load_named
+from asyncrl.inference.vllm.filled_layers import FilledLayers
 from asyncrl.weights.encodings.decoder import Decoder
 
 
@@ -33,33 +36,40 @@ class Reload:
         self._reloaded: torch.nn.Module | None = None
         """The model or layers that are being reloaded."""
         self._kernels: list[tuple[Any, Any]] = []
-        self.expected = ExpectedTensors(model)
+        self.filled = FilledLayers(model)
+        trust = model_config.trust_remote_code
+        named = ModelConfig(path=model_config.model, revision=model_config.revision, trust_remote_code=trust)
+        self.names = PublishedNames(named)
+        self.check = self.names.check
 
     @property
     def computes_together(self) -> bool:
         """Quantisation scales are computed over all shards of a layer."""
-        return self.expected.quantises and get_tensor_model_parallel_world_size() > 1
-
-    def check(self, spec: TensorSpec) -> None:
-        self.expected.check(spec)
+        return self.filled.quantises and get_tensor_model_parallel_world_size() > 1
 
     def start(self, names: Collection[str] | None) -> None:
         """`names`: the tensors to expect, whole layers only; None: all of the model.
 
         Raises WeightTransferError: the model cannot take published weights."""
-        self.expected.require_loadable()
+        self.filled.require_loadable()
         self._reloaded = self._model if names is None else self._layers_of(names)
         self._let_experts_be_packed(self._reloaded)
         initialize_layerwise_reload(self._reloaded)
+        for path, layer in self._model.named_modules():
+            if get_layerwise_info(layer).can_load():
+                self.filled.watch(path, layer)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None) -> None:
         """Consumes all of `tensors`; `names` as in `start`.
 
         Raises WeightTransferError naming a missing or refused tensor, and the errors of `tensors`.
         """
-        published, loaded = load_named(self._model, tensors, "vLLM")
-        self.expected.require_all(published, loaded if names is None else None, names)
+        published = load_named(self._model, self.filled.noted(tensors), "vLLM")[0]
+        self.names.require(published, names)
         self._require_whole()
+        if self.filled.ignored:
+            self._load_in_place(self.filled.ignored)
+            self.filled.ignored = {}
 
     def abandon(self) -> None:
         """Restores the old tensors of every incomplete layer. The model is then complete, although of mixed versions,
@@ -74,13 +84,58 @@ class Reload:
     def _layers_of(self, names: Collection[str]) -> torch.nn.Module:
         """The layers that these tensors fill and layers tied to them, in the model's order, which `repack_tied`
         needs."""
-        filled = map(self._model.get_submodule, self.expected.layers_of(names))
+        filled = map(self._model.get_submodule, self.filled.layers_of(names))
         parameters = {id(parameter) for layer in filled for parameter in layer.parameters(recurse=False)}
         return torch.nn.ModuleList(
             module
             for module in self._model.modules()
             if any(id(parameter) in parameters for parameter in module.parameters(recurse=False))
         )
+
+    def _load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """For tensors that vLLM's model copies by itself (gpt-oss: experts, sinks), which the reload's loaders do not
+        see: the layers that got nothing get memory, and are processed and copied over the old tensors as the reload
+        does it.
+
+        Raises WeightTransferError: a part of such a layer did not come."""
+        assert self._reloaded is not None, "load before start"
+        layers = {
+            path: layer
+            for path, layer in self._model.named_modules()
+            if (info := get_layerwise_info(layer)).can_load()
+            and info.load_numel == 0
+            and any(True for _ in layer.parameters(recurse=False))
+            and not is_deferred_attention_layer(layer)
+        }
+        for layer in layers.values():
+            materialize_layer(layer, get_layerwise_info(layer))
+            for parameter in layer.parameters(recurse=False):
+                parameter.data.fill_(torch.nan)
+        load_named(self._model, tensors.items(), "vLLM")
+        empty = [
+            f"{path}.{name}"
+            for path, layer in layers.items()
+            for name, parameter in layer.named_parameters(recurse=False)
+            if parameter.isnan().all()
+        ]
+        if empty or not layers:
+            found = f"vLLM ignores some of {', '.join(list(tensors)[:5])}; {', '.join(empty[:3])} stays as it was"
+            do = "serve this model with another engine (rollout.engine)"
+            raise WeightTransferError(explain("load a publish", found, do))
+        for layer in layers.values():
+            self._process(layer)
+
+    def _process(self, layer: torch.nn.Module) -> None:
+        """Of a layer that was loaded in place; `finish` puts the old tensors back, with the new values."""
+        info = get_layerwise_info(layer)
+        for parameter in layer.parameters(recurse=False):
+            parameter.data.nan_to_num_(0.0)  # padding
+        if isinstance(method := getattr(layer, "quant_method", None), QuantizeMethodBase):
+            method.process_weights_after_loading(layer)
+        assert info.kernel_tensors is not None, "a reload keeps the old tensors"
+        for name, old in info.kernel_tensors[0].items():
+            old.data.copy_(getattr(layer, name))
+        info.load_numel_total = 0
 
     def _require_whole(self) -> None:
         """Raises WeightTransferError: the model skipped a part of a layer; vLLM's reload would use uninitialized memory
@@ -119,8 +174,13 @@ class Reload:
 def reload_of(model: torch.nn.Module, config: Any) -> tuple[Reload, Decoder]:
     """The loader of publishes into a served model, and their decoder. `config`: vLLM's of the model."""
     reload = Reload(model, config)
-    together = reload.expected.loaded_together
-    return reload, Decoder(config.model, config.revision, config.dtype, loaded_together=together)
+    return reload, Decoder(
+        config.model,
+        config.revision,
+        config.dtype,
+        publishes=reload.names.knows,
+        loaded_together=reload.filled.loaded_together,
+    )
 
 
 def repack_tied(reloaded: torch.nn.Module) -> None:

@@ -22,7 +22,7 @@ from asyncrl.trainer.step.model import Peers
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import SendingRank, TensorSpec
 from asyncrl.weights.encodings.lora import LORA_B
-from asyncrl.weights.experts import unfused
+from asyncrl.weights.stored_layout import StoredLayout
 
 
 def _mesh(device: torch.device, rank: int, world_size: int, trainer: TrainerConfig) -> DeviceMesh:
@@ -78,7 +78,7 @@ class FsdpBackend:
             and choose_attention(fsdp, Kernels.of(device)) != FLASH_ATTENTION,
         )
         self.train_step, self.logprobs, self.reference_kl = step.train_step, step.logprobs, step.reference_kl
-        self._publication = Publication(self._policy.causal_lm, spec, device)
+        self._publication = Publication(self._policy.causal_lm, self._models.layout, spec, device)
         self._captures = Captures()
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
@@ -129,8 +129,8 @@ class FsdpBackend:
 
 
 class Publication:
-    def __init__(self, model: PreTrainedModel, spec: TrainerSpec, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: PreTrainedModel, layout: StoredLayout, spec: TrainerSpec, device: torch.device) -> None:
+        self._model, self._layout, self._device = model, layout, device
         self._scale = lora.scale_of(spec.trainer.lora) if spec.trainer.lora.rank else None
         self._dtype_name = spec.model.inference_dtype if self._scale is None else "float32"
         self._dtype: torch.dtype = getattr(torch, self._dtype_name)
@@ -138,8 +138,8 @@ class Publication:
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(
             TensorSpec(name, tuple(part.shape), self._dtype_name, part.numel() * self._dtype.itemsize)
-            for fused, tensor in sharded_state.published_tensors(self._model)
-            for name, part in unfused(fused, torch.empty(tensor.shape, device="meta"))
+            for own, tensor in sharded_state.published_tensors(self._model)
+            for name, part in self._stored(own, torch.empty(tensor.shape, device="meta"))
         )
 
     @torch.no_grad()
@@ -150,4 +150,11 @@ class Publication:
             whole = sharded_state.full(tensor.to(self._device, self._dtype)).detach()
             if self._scale is not None and name.endswith(LORA_B):
                 whole = whole * self._scale
-            yield from unfused(name, whole)
+            for stored, part in self._stored(name, whole):
+                yield stored, part.contiguous()
+
+    def _stored(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._scale is None:
+            yield from self._layout.split(name, tensor)
+        else:
+            yield self._layout.of_factor(name), tensor

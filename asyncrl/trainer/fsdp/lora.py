@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from asyncrl.config.trainer import LoraConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.types import ModelFacts
-from asyncrl.weights.experts import is_fused
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _refuse_experts(model: PreTrainedModel, names: list[str], asked: str) -> None:
-    fused = sorted({n.rpartition(".")[2] for n, _ in model.named_parameters() if is_fused(n)})
+    fused = sorted({n.rpartition(".")[2] for n, p in model.named_parameters() if ".experts." in n and p.ndim == 3})
     named = sorted(set(names) & {*EXPERT_NAMES, *fused})
     if fused and named:
         found = f"{', '.join(named)}: the experts of a layer are one tensor ({', '.join(fused)}), which gets no adapter"

@@ -23,8 +23,7 @@ from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, VARLEN, register_packed_attention, varlen_kernel
 from asyncrl.trainer.fsdp.supports import check_heads, unsupported
-from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, misfit, settle
-from asyncrl.weights.experts import MODEL_TYPES, is_fused
+from asyncrl.types import HOW_TO_TIE, ROUTED, UNTIED, ModelFacts, misfit, settle
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +91,12 @@ def load_model(
 
 def check_routers(causal_lm: PreTrainedModel, coefficient: float) -> None:
     """Raises ConfigError: a load-balancing loss is requested, and the model is no mixture of experts."""
-    if coefficient > 0 and causal_lm.config.model_type not in MODEL_TYPES:
+    if coefficient > 0 and causal_lm.config.model_type not in ROUTED:
         raise ConfigError(
             explain(
                 f"algorithm.router_aux_coefficient={coefficient:g}",
                 f"a {type(causal_lm).__name__} has no routers that are known here",
-                f"set it to 0, or train a mixture of experts ({', '.join(MODEL_TYPES)})",
+                f"set it to 0, or train a mixture of experts ({', '.join(ROUTED)})",
             )
         )
 
@@ -150,8 +149,6 @@ def check_supported(causal_lm: PreTrainedModel, *, head: bool = True) -> None:
     and by features that only the model itself shows."""
     config = causal_lm.config
     problems = unsupported(ModelFacts.of_config(str(config.name_or_path), config.to_dict()))
-    fused = any(is_fused(name) for name, _ in causal_lm.named_parameters())
-    problems += ["fused experts"] if fused and config.model_type not in MODEL_TYPES else []
     if not isinstance(getattr(causal_lm.base_model, "layers", None), nn.ModuleList):
         problems.append("no list of decoder layers")
     if head and causal_lm.get_output_embeddings() is None:

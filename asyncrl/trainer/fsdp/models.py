@@ -23,16 +23,20 @@ from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.model import Kernels, check_routers, choose_attention, compile_layers, load_model, shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
-from asyncrl.trainer.fsdp.proof import Way, agreed, forward_row
+from asyncrl.trainer.fsdp.proof import Way, agreed, forward_row, of_first_rank
 from asyncrl.trainer.fsdp.trained import Reference, Trained, policy_outputs
 from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.model import StepModels
 from asyncrl.trainer.token_logprobs import LogitRules
 from asyncrl.trainer.trainer_spec import TrainerSpec
+from asyncrl.weights.stored_layout import StoredLayout, stored_layout
 
 
 class Models:
-    """Owns policy, reference and critic; `critic` is None if the algorithm needs none."""
+    """Owns policy, reference and critic; `critic` is None if the algorithm needs none. `layout`: of the policy without
+    adapters."""
+
+    layout: StoredLayout
 
     def __init__(self, spec: TrainerSpec, mesh: DeviceMesh, context: ContextRanks) -> None:
         """Collective. Raises ConfigError: a model cannot be read or trained."""
@@ -90,6 +94,8 @@ class Models:
         kept = spec.trainer.fsdp.param_dtype if spec.trainer.lora.rank else "float32"
         model, way = self._load(spec.model, spec.trainer.fsdp, dtype=getattr(torch, kept))
         check_routers(model, spec.algorithm.router_aux_coefficient)
+        find = partial(stored_layout, model, spec.model)
+        self.layout = of_first_rank(self._mesh, find, f"name the tensors of a {type(model).__name__}")
         if spec.trainer.lora.rank:
             lora.add_adapters(model, spec.trainer.lora)
         if spec.trainer.compile:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -88,23 +89,28 @@ def _padded(model: PreTrainedModel, tokens: PackedTokens, **asked: Any) -> tuple
     return model.base_model(input_ids=batch, use_cache=False, **asked), places
 
 
-def agreed(model: PreTrainedModel, mesh: DeviceMesh, attention: str, packing: Packing, *, head: bool) -> Way:
-    """`prove` on the first rank, which has the weights; all ranks get its outcome. Collective."""
+def of_first_rank(mesh: DeviceMesh, find: Callable[[], Any], asked: str) -> Any:
+    """What `find` returns on the first rank, which has the weights, on all ranks. Collective. Raises ConfigError on
+    every rank if it raises there; `asked`: what it does, in words."""
     said: list[Any] = [None]
     if mesh.get_rank() == 0:
         try:
-            said = [prove(model, attention, packing, head=head)]
+            said = [find()]
         except ConfigError as error:
             said = [error]
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
-            found, do = f"{type(error).__name__}: {error}", "train another model"
-            asked = f"pass three short sequences through a {type(model).__name__} on the CPU"
-            said = [ConfigError(explain(asked, found, do))]
+            said = [ConfigError(explain(asked, f"{type(error).__name__}: {error}", "train another model"))]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(said, src=0)
     if isinstance(said[0], ConfigError):
         raise said[0]
-    way: Way = said[0]
+    return said[0]
+
+
+def agreed(model: PreTrainedModel, mesh: DeviceMesh, attention: str, packing: Packing, *, head: bool) -> Way:
+    """`prove` on the first rank; all ranks get its outcome. Collective."""
+    asked = f"pass three short sequences through a {type(model).__name__} on the CPU"
+    way: Way = of_first_rank(mesh, partial(prove, model, attention, packing, head=head), asked)
     if way.pads and packing == "auto":
         text = (
             "rows of a %s are padded: set trainer.packing=padded, so that micro-batches are planned as they are padded"

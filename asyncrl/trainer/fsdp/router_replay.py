@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from asyncrl.trainer.step.model import Routers, no_routers, taken
-from asyncrl.weights.experts import routers_of
+from asyncrl.types import routers_of
 
 
 class RouterReplay:

@@ -8,20 +8,16 @@ from __future__ import annotations
 from asyncrl.config.trainer import FsdpConfig, TrainerConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.types import ModelFacts
-from asyncrl.weights.experts import MODEL_TYPES
 
 _BY_LENGTH = "rotary positions of kind dynamic"
 
 
 def unsupported(facts: ModelFacts) -> list[str]:
-    """Features that would train wrongly: logits that are bent after the output layer, experts with an unknown layout in
-    one tensor. Layers that mix the sequences of a packed row, and factors of logits, are found on the loaded model
-    (`proof.prove`)."""
+    """Features that would train wrongly: logits that are bent after the output layer. Layers that mix the sequences of
+    a packed row, and factors of logits, are found on the loaded model (`proof.prove`)."""
     problems = [f"logits with {change}" for change in facts.changed_logits if "cap" in change]
     problems += [f"other inputs than text ({key})" for key in facts.other_inputs]
     problems += ["an encoder beside the decoder"] * facts.is_encoder_decoder
-    if facts.num_experts and facts.model_type not in MODEL_TYPES and not facts.has_custom_code:
-        problems.append(f"the experts of {facts.model_type}")
     return problems
 
 

@@ -3,7 +3,7 @@ and writes one from another backend's state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from asyncrl.config.model import ModelConfig
 from asyncrl.trainer.backend import StoredAdapter
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.sharded_state import TOTAL_STEPS, save
@@ -18,7 +19,7 @@ from asyncrl.trainer.fsdp.stored_state import StoredState
 from asyncrl.trainer.training_state import MODELS, MOMENTS, WEIGHT, TensorKind, TrainingState
 from asyncrl.weights.encodings.base import BaseWeights
 from asyncrl.weights.encodings.lora import LORA_B
-from asyncrl.weights.experts import fused_parts, unfused
+from asyncrl.weights.stored_layout import Part, StoredLayout
 
 _OPTIMIZERS = {"model": "optimizer", "critic": "critic_optimizer"}
 """Model -> prefix of its optimizer's entries."""
@@ -35,15 +36,18 @@ class FsdpCheckpoint:
         self._written = StoredState(directory, f"read the weights of {directory}")
         self._names = [name.removeprefix("model.") for name in self._written.entries if name.startswith("model.")]
 
-    def weights(self, base: str | None = None, revision: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
         """See `CheckpointReader`."""
-        adapter = self.adapter()
+        adapter, layout = self.adapter(), StoredLayout.of_model(model)
         if adapter is None:
             for name in self._names:
-                yield from unfused(name, self._written.read(f"model.{name}"))
+                yield from layout.split(name, self._written.read(f"model.{name}"))
             return
-        scaled = {name: t * adapter.scale if name.endswith(LORA_B) else t for name, t in adapter.tensors.items()}
-        for name, tensor in BaseWeights(base or adapter.base, revision).merged(scaled):
+        scaled = {
+            layout.of_factor(name): t * adapter.scale if name.endswith(LORA_B) else t
+            for name, t in adapter.tensors.items()
+        }
+        for name, tensor in BaseWeights(model.path, model.revision).merged(scaled):
             yield name, tensor.float()
 
     def adapter(self) -> StoredAdapter | None:
@@ -62,15 +66,15 @@ class FsdpCheckpoint:
 
 
 class FsdpTrainingState:
-    def __init__(self, directory: Path) -> None:
-        """Raises ConfigError: there is no checkpoint below `directory`, it cannot be read, or it holds adapters
-        only."""
+    def __init__(self, directory: Path, config_of: Callable[[str], Mapping[str, Any]]) -> None:
+        """`config_of`: the Hugging Face config of each model. Raises ConfigError: there is no checkpoint below
+        `directory`, it cannot be read, or it holds adapters only."""
         self._written = StoredState(directory, f"convert {directory}")
         if lora.SCALE in self._written:
             do = "start a new run from what asyncrl-export without --to makes of it: a model with the adapters merged"
             found = "it holds adapters alone (trainer.lora), which the other backend does not train"
             raise self._written.unfit(found, do)
-        self._parts = {model: dict(self._unfused(model)) for model in MODELS}
+        self._parts = {model: self._parts_of(model, config_of) for model in MODELS}
         self._read_entry = lru_cache(_CACHED)(self._written.read)
 
     def total_steps(self) -> int:
@@ -93,27 +97,27 @@ class FsdpTrainingState:
 
     def shapes(self, model: str) -> dict[str, tuple[int, ...]]:
         """See `TrainingState`."""
-        return {name: shape for name, (_, shape) in self._parts[model].items()}
+        return {name: part.shape for name, (_, part) in self._parts[model].items()}
 
     def read(self, model: str, name: str, kind: TensorKind) -> torch.Tensor:
         """See `TrainingState`."""
-        inside, shape = self._parts[model][name]
+        inside, part = self._parts[model][name]
         entry = f"{model}.{inside}" if kind == WEIGHT else f"{_OPTIMIZERS[model]}.{inside}.{kind}"
         if entry not in self._written or self._written.shape(entry) != self._written.shape(f"{model}.{inside}"):
             raise self._written.unfit(f"it has no {entry} in the shape of the weight")
-        parts = dict(unfused(_outside(model, inside), self._read_entry(entry)))
-        assert tuple(parts[name].shape) == shape
-        return parts[name].float().clone()  # independent of the cache
+        return part.of(self._read_entry(entry)).float().clone()  # independent of the cache
 
-    def _unfused(self, model: str) -> list[tuple[str, tuple[str, tuple[int, ...]]]]:
-        """(Hugging Face name, (name in the model, shape)) of each tensor."""
-        inside = [name.removeprefix(f"{model}.") for name in self._written.entries if name.startswith(f"{model}.")]
-        whole = {name: torch.empty(self._written.shape(f"{model}.{name}"), device="meta") for name in inside}
-        return [
-            (part, (name, tuple(tensor.shape)))
-            for name, fused in whole.items()
-            for part, tensor in unfused(_outside(model, name), fused)
-        ]
+    def _parts_of(self, model: str, config_of: Callable[[str], Mapping[str, Any]]) -> dict[str, tuple[str, Part]]:
+        """Name in the files -> (name in the checkpoint, place in it)."""
+        entries = [name.removeprefix(f"{model}.") for name in self._written.entries if name.startswith(f"{model}.")]
+        if not entries:
+            return {}
+        layout = StoredLayout.of_config(config_of(model))
+        return {
+            part.name: (inside, part)
+            for inside in entries
+            for part in layout.parts_of(_outside(model, inside), self._written.shape(f"{model}.{inside}"))
+        }
 
 
 def write_training_state(directory: Path, state: TrainingState, configs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -121,17 +125,18 @@ def write_training_state(directory: Path, state: TrainingState, configs: Mapping
     shapes: dict[str, tuple[int, ...]] = {}
     sources: dict[str, Any] = {}
     ready: dict[str, torch.Tensor] = {TOTAL_STEPS: torch.tensor(state.total_steps(), dtype=torch.int64)}
-    for model in configs:
+    for model, config in configs.items():
         optimizer, steps = _OPTIMIZERS[model], float(state.steps(model))
-        own = state.shapes(model)
-        # Only shapes are known here: a fused tensor is read and joined when it is written.
-        for name, parts in fused_parts(own).items():
+        layout, own = StoredLayout.of_config(config), state.shapes(model)
+        known = {part.name for name in layout.wholes for part in layout.parts[name]}
+        whole = {name: shape for name, shape in layout.wholes.items() if layout.parts[name][0].name in own}
+        # Only shapes are known here: a tensor is read and joined when it is written.
+        for name, shape in (whole | {name: own[name] for name in own if name not in known}).items():
             inside = _inside(model, name)
-            shape = parts.shape({part: own[part] for part in parts.names})
             for kind in (WEIGHT, *MOMENTS):
                 entry = f"{model}.{inside}" if kind == WEIGHT else f"{optimizer}.{inside}.{kind}"
                 shapes[entry] = shape
-                sources[entry] = partial(parts.joined, partial(state.read, model, kind=kind))
+                sources[entry] = partial(layout.joined, name, partial(state.read, model, kind=kind))
             ready[f"{optimizer}.{inside}.{_STEP}"] = torch.tensor(steps)
     save(directory, ready | {n: torch.empty(s, device="meta") for n, s in shapes.items()}, None, _WhenWritten(sources))
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from asyncrl.config.model import ModelConfig
 from asyncrl.errors import StorageError, explain
 from asyncrl.trainer.backend import StoredAdapter
 from asyncrl.trainer.megatron.names import Block, LocalTensor, dim_of
@@ -35,7 +36,7 @@ class MegatronCheckpoint:
         """Raises ConfigError: there is no checkpoint below `directory`, or it cannot be read."""
         self._written = RankFiles(directory, f"read the weights of {directory}")
 
-    def weights(self, base: str | None = None, revision: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
         """See `CheckpointReader`."""
         for name in self._written.names("model"):
             yield name, self._written.whole("model", MASTER, name)
@@ -46,8 +47,9 @@ class MegatronCheckpoint:
 
 
 class MegatronTrainingState:
-    def __init__(self, directory: Path) -> None:
-        """Raises ConfigError: there is no checkpoint below `directory`, or it cannot be read."""
+    def __init__(self, directory: Path, config_of: object = None) -> None:
+        """Raises ConfigError: there is no checkpoint below `directory`, or it cannot be read. `config_of`: not
+        needed."""
         self._written = RankFiles(directory, f"convert {directory}")
 
     def total_steps(self) -> int:

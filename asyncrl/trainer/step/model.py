@@ -12,7 +12,7 @@ import torch.distributed as dist
 from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.step.batch import PackedTokens
-from asyncrl.weights.experts import MODEL_TYPES
+from asyncrl.types import ROUTED
 
 Output = TypeVar("Output")
 
@@ -169,7 +169,7 @@ def no_routers(what: str) -> ConfigError:
         explain(
             "trainer.router_replay=rollout",
             f"{what} has no routers that are known here",
-            f"set it to off, or train a mixture of experts ({', '.join(MODEL_TYPES)})",
+            f"set it to off, or train a mixture of experts ({', '.join(ROUTED)})",
         )
     )
 

@@ -86,6 +86,10 @@ class BaseWeights:
         """In the order of the files."""
         return tuple(self._file_of)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the header of its file."""
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
     def tensor(self, name: str) -> torch.Tensor:
         """A view of the mapped file, in its dtype. Do not write to it."""
         if name not in self._views:

@@ -44,10 +44,21 @@ class Decoder:
     """
 
     def __init__(
-        self, path: str, revision: str | None, dtype: torch.dtype, *, loaded_together: LoadedTogether = _alone
+        self,
+        path: str,
+        revision: str | None,
+        dtype: torch.dtype,
+        *,
+        publishes: Callable[[str], bool] = bool,
+        loaded_together: LoadedTogether = _alone,
     ) -> None:
-        """`dtype`: of the weights that the engine serves, and of full publishes and deltas."""
-        self._path, self._revision, self._dtype = path, revision, dtype
+        """
+        Args:
+            dtype: of the weights that the engine serves, and of full publishes and deltas.
+            publishes: whether a full publish has a tensor of this name. The files may have others: of layers that
+                predict several tokens ahead, or the tied ones twice.
+        """
+        self._path, self._revision, self._dtype, self._publishes = path, revision, dtype, publishes
         self._loaded_together = loaded_together
         self._base: BaseWeights | None = None
         self._kept: KeptWeights | None = None
@@ -59,11 +70,11 @@ class Decoder:
         if manifest.encoding != "lora":
             return Scope(tuple(weight_of(spec.name) for spec in manifest.tensors), whole=True)
         base = self._base = self._base or BaseWeights(self._path, self._revision)
-        names = adapted(spec.name for spec in manifest.tensors)
+        names, every = adapted(spec.name for spec in manifest.tensors), tuple(filter(self._publishes, base.names))
         if names != self._adapted:
-            return Scope(base.names, whole=True)
-        wanted = set(self._loaded_together(names, base.names))
-        return Scope(tuple(name for name in base.names if name in wanted), whole=False)
+            return Scope(every, whole=True)
+        wanted = set(self._loaded_together(names, every))
+        return Scope(tuple(name for name in every if name in wanted), whole=False)
 
     def receive(
         self, receiver: WeightReceiver, manifest: Manifest, scope: Scope, sink: WeightSink, timeout_s: float
