@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
+_DO = "pass --model DIRECTORY, the model that was trained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class StoredLayout:
         if (own := self.wholes.get(name, shape)) != shape:
             found, do = (
                 f"it is {list(shape)}, and {list(own)} by the model's config",
-                "pass --model DIRECTORY, the model that was trained",
+                _DO,
             )
             raise ConfigError(explain(f"the tensor {name}", found, do))
         if name in self.parts:

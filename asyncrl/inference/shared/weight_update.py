@@ -108,8 +108,12 @@ class PublishedNames:
             return
         self._shapes, self._aliases = layout.shapes, layout.aliases
 
+    @property
+    def known(self) -> bool:
+        return bool(self._shapes)
+
     def knows(self, name: str) -> bool:
-        return name in self._shapes or not self._shapes
+        return name in self._shapes or not self.known
 
     def check(self, spec: TensorSpec) -> None:
         """Raises WeightTransferError: no such tensor in the model, or a different shape."""

@@ -26,6 +26,8 @@ from asyncrl.inference.shared.weight_update import PublishedNames, load_named
 from asyncrl.inference.vllm.filled_layers import FilledLayers
 from asyncrl.weights.encodings.decoder import Decoder
 
+_DO = "publish all of named_weights()"
+
 
 class Reload:
     """A `WeightLoader`. Without a `start`, `finish` and `abandon` do nothing."""
@@ -67,9 +69,13 @@ class Reload:
         published = load_named(self._model, self.filled.noted(tensors), "vLLM")[0]
         self.names.require(published, names)
         self._require_whole()
+        untouched = self._untouched()
         if self.filled.ignored:
-            self._load_in_place(self.filled.ignored)
+            self._load_in_place(self.filled.ignored, untouched)
             self.filled.ignored = {}
+        elif names is None and untouched and not self.names.known:
+            found, do = f"nothing came for {len(untouched)} layers, the first is {next(iter(untouched))}", _DO
+            raise WeightTransferError(explain("all tensors of the model", found, do))
 
     def abandon(self) -> None:
         """Restores the old tensors of every incomplete layer. The model is then complete, although of mixed versions,
@@ -92,21 +98,24 @@ class Reload:
             if any(id(parameter) in parameters for parameter in module.parameters(recurse=False))
         )
 
-    def _load_in_place(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _untouched(self) -> dict[str, torch.nn.Module]:
+        """The layers with parameters of their own that got nothing, by path."""
+        reached, found = set[int](), dict[str, torch.nn.Module]()
+        for path, layer in self._model.named_modules():
+            info = get_layerwise_info(layer)
+            old = list(_old_parameters(layer).values() if info.can_load() else layer.parameters(recurse=False))
+            if not info.can_load() or info.load_numel:
+                reached.update(map(id, old))
+            elif old and not is_deferred_attention_layer(layer):
+                found[path] = layer
+        return {p: f for p, f in found.items() if not reached.issuperset(map(id, _old_parameters(f).values()))}
+
+    def _load_in_place(self, tensors: Mapping[str, torch.Tensor], layers: Mapping[str, torch.nn.Module]) -> None:
         """For tensors that vLLM's model copies by itself (gpt-oss: experts, sinks), which the reload's loaders do not
         see: the layers that got nothing get memory, and are processed and copied over the old tensors as the reload
         does it.
 
         Raises WeightTransferError: a part of such a layer did not come."""
-        assert self._reloaded is not None, "load before start"
-        layers = {
-            path: layer
-            for path, layer in self._model.named_modules()
-            if (info := get_layerwise_info(layer)).can_load()
-            and info.load_numel == 0
-            and any(True for _ in layer.parameters(recurse=False))
-            and not is_deferred_attention_layer(layer)
-        }
         for layer in layers.values():
             materialize_layer(layer, get_layerwise_info(layer))
             for parameter in layer.parameters(recurse=False):
@@ -132,8 +141,7 @@ class Reload:
             parameter.data.nan_to_num_(0.0)  # padding
         if isinstance(method := getattr(layer, "quant_method", None), QuantizeMethodBase):
             method.process_weights_after_loading(layer)
-        assert info.kernel_tensors is not None, "a reload keeps the old tensors"
-        for name, old in info.kernel_tensors[0].items():
+        for name, old in _old_parameters(layer).items():
             old.data.copy_(getattr(layer, name))
         info.load_numel_total = 0
 
@@ -147,8 +155,7 @@ class Reload:
                 continue  # other layers may be padded
             if info.load_numel_total is not None and 0 < info.load_numel < info.load_numel_total:
                 found = f"{info.load_numel_total - info.load_numel} of its entries did not come"
-                do = "publish all of named_weights()"
-                raise WeightTransferError(explain(f"the weights of {layer}", found, do))
+                raise WeightTransferError(explain(f"the weights of {layer}", found, _DO))
 
     def finish(self) -> None:
         reloaded, self._reloaded = self._reloaded, None
@@ -169,6 +176,13 @@ class Reload:
             if (kernel := getattr(method, "moe_kernel", None)) is not None:
                 self._kernels.append((method, kernel))
                 method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def _old_parameters(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Of a layer that is being reloaded: the parameters that it computes with."""
+    tensors = get_layerwise_info(layer).kernel_tensors
+    assert tensors is not None, "a reload keeps the old tensors"
+    return tensors[0]
 
 
 def reload_of(model: torch.nn.Module, config: Any) -> tuple[Reload, Decoder]:
