@@ -26,10 +26,12 @@ from asyncrl.config.load import resolved
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path, is_hub_model
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.errors import AsyncRLError, ConfigError, explain
+from asyncrl.errors import AsyncRLError, ConfigError, WeightTransferError, explain
 from asyncrl.json_records import from_plain
 from asyncrl.trainer.backend import CheckpointReader
 from asyncrl.trainer.backends import BACKENDS, open_checkpoint
+from asyncrl.weights.encodings.base import BaseWeights
+from asyncrl.weights.stored_layout import StoredLayout
 
 if TYPE_CHECKING:
     import torch
@@ -194,8 +196,7 @@ def _write_weights(
 
     shards: list[list[str]] = []
     parameters = nbytes = 0
-    weights = _reader(found).weights(model)
-    for shard in _shards(((name, tensor.to(dtype)) for name, tensor in weights), max_shard_bytes):
+    for shard in _shards(_whole(_reader(found).weights(model), model, dtype), max_shard_bytes):
         safetensors.torch.save_file(shard, directory / f"part-{len(shards)}", metadata=_metadata(found))
         shards.append(list(shard))
         parameters += sum(t.numel() for t in shard.values())
@@ -215,6 +216,28 @@ def _write_weights(
     }
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return parameters
+
+
+def _whole(
+    weights: Iterator[tuple[str, torch.Tensor]], model: ModelConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights` in `dtype`, or in float32 where the files at `model.path` keep that among 16-bit tensors; then the
+    tensors of the files that training does not see (layers that predict several tokens ahead)."""
+    try:
+        base = BaseWeights(model.path, model.revision)
+    except WeightTransferError:  # no safetensors files
+        yield from ((name, tensor.to(dtype)) for name, tensor in weights)
+        return
+    layout, written = StoredLayout.of_model(model), set[str]()
+    for name, tensor in weights:
+        written.add(name)
+        yield name, tensor if name in base.exact else tensor.to(dtype)
+    unseen = [name for name in base.names if name not in written and name not in layout.aliases]
+    if unseen and written.issuperset(layout.shapes) and layout.shapes.keys() <= set(base.names):
+        plain_console().print(
+            f"{len(unseen)} tensors that were not trained are those of {model.path}, the first is {unseen[0]}"
+        )
+        yield from ((name, base.tensor(name)) for name in unseen)
 
 
 def _shards(weights: Iterator[tuple[str, torch.Tensor]], max_shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

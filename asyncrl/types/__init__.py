@@ -28,7 +28,18 @@ from asyncrl.types.groups import (
     Ticket,
     TokenLag,
 )
-from asyncrl.types.models import HOW_TO_TIE, ROUTED, UNTIED, LayerSizes, ModelFacts, misfit, routers_of, settle
+from asyncrl.types.models import (
+    HOW_TO_TIE,
+    ROUTED,
+    UNTIED,
+    LayerSizes,
+    ModelFacts,
+    auto_class,
+    drop_towers,
+    misfit,
+    routers_of,
+    settle,
+)
 from asyncrl.types.replicas import (
     FleetReport,
     ReplicaRow,

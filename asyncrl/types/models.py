@@ -174,6 +174,35 @@ def settle(config: Any, max_model_len: int | None) -> None:
                 rope["long_factor"] = rope["short_factor"] = factors
 
 
+def auto_class(config: Any) -> Any:
+    """The class of transformers that builds a model of text from a Hugging Face config: of a causal LM, or of a model
+    that reads images too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    kind = type(config)
+    reads_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
+def drop_towers(model: Any) -> list[str]:
+    """Removes what text never passes, in place: encoders of images and sound, and their projections. Returns the names
+    of the removed modules."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    kept = {id(tensor) for part in (decoder, head) if part is not None for tensor in part.parameters()}
+    dropped: list[str] = []
+    for name, module in list(model.named_modules()):
+        own = [id(parameter) for parameter in module.parameters()]
+        if own and kept.isdisjoint(own) and not name.startswith(tuple(f"{outer}." for outer in dropped)):
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, None)
+            dropped.append(name)
+    return dropped
+
+
 def misfit(model: Any, loaded: Mapping[str, Any]) -> str | None:
     """How the files of a loaded model contradict its config; None if they do not.
 
@@ -242,4 +271,4 @@ def routers_of(model: Any) -> list[Any]:
     [tokens, E], weights of the chosen experts [tokens, k], and their indices [tokens, k] int64."""
     if model.config.model_type not in ROUTED:
         return []
-    return [layer.mlp.gate for layer in model.base_model.layers if hasattr(layer.mlp, "experts")]
+    return [layer.mlp.gate for layer in model.get_decoder().layers if hasattr(layer.mlp, "experts")]

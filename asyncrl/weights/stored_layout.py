@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError, WeightTransferError, explain
+from asyncrl.types import auto_class, drop_towers
 from asyncrl.weights.encodings.base import BaseWeights
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _DO = "pass --model DIRECTORY, the model that was trained"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """A tensor of the files, as a view of one of the model: `strides` and `offset` in elements of it."""
 
     name: str
@@ -46,11 +47,14 @@ class StoredLayout:
         parts: by name in the model, tied tensors under each of their names.
         wholes: shapes by name in the model; a tied tensor once, under its first name.
         aliases: names in the files of tied tensors -> their first name there.
+        exact: names in the files of tensors that they keep in float32 among 16-bit ones. Empty where the files were
+            not read.
     """
 
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[StoredPart, ...]]
     wholes: Mapping[str, Shape]
     aliases: Mapping[str, str]
+    exact: frozenset[str] = frozenset()
 
     @staticmethod
     def of(model: PreTrainedModel) -> StoredLayout:
@@ -80,18 +84,20 @@ class StoredLayout:
     def of_model(model: ModelConfig) -> StoredLayout:
         """Reads the config, and the headers of files that are there where a prefix of their names depends on them.
         Raises ConfigError: transformers cannot build the model."""
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
 
         trust = model.trust_remote_code
         hub: Any = {"revision": model.revision, "trust_remote_code": trust}
         try:
-            found = _on_meta(AutoConfig.from_pretrained(model.path, **hub), trust_remote_code=trust)
+            config = AutoConfig.from_pretrained(model.path, **hub)
+            found = _on_meta(config, trust_remote_code=trust)
             if any(isinstance(rule, PrefixChange) for rule in get_model_conversion_mapping(found)):
                 where = {"device_map": "meta", "local_files_only": True}
-                found = AutoModelForCausalLM.from_pretrained(model.path, **where, **hub)
-        except (ValueError, ImportError, OSError, AttributeError, KeyError) as error:
+                found = auto_class(config).from_pretrained(model.path, **where, **hub)
+                drop_towers(found)
+        except Exception as error:
             do = "name a causal LM that the installed transformers knows"
             raise ConfigError(explain(f"the tensors of model.path={model.path}", str(error), do)) from error
         return StoredLayout.of(found)
@@ -101,7 +107,7 @@ class StoredLayout:
         """Name in the files -> shape; a tied tensor once."""
         return {part.name: part.shape for name in self.wholes for part in self.parts[name]}
 
-    def parts_of(self, name: str, shape: Shape) -> tuple[Part, ...]:
+    def parts_of(self, name: str, shape: Shape) -> tuple[StoredPart, ...]:
         """Of a tensor that is not the model's (a critic's head): itself. Raises ConfigError: the model's is not of
         `shape`."""
         if (own := self.wholes.get(name, shape)) != shape:
@@ -113,7 +119,7 @@ class StoredLayout:
         if name in self.parts:
             return self.parts[name]
         strides = torch.empty(shape, device="meta").stride()
-        return (Part(name, shape, strides, 0),)
+        return (StoredPart(name, shape, strides, 0),)
 
     def split(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the files, view of `tensor`) of each part. `tensor`: contiguous."""
@@ -158,7 +164,7 @@ def stored_layout(model: PreTrainedModel, config: ModelConfig) -> StoredLayout:
             said = f"they hold {list(stored)}" if stored else "they have no such tensor"
             do = "save the model again with transformers' save_pretrained"
             raise ConfigError(explain(f"publish {name} {list(shape)} as the files of {config.path} name it", said, do))
-    return layout
+    return replace(layout, exact=files.exact)
 
 
 class _WithoutCopies(TorchFunctionMode):
@@ -168,7 +174,7 @@ class _WithoutCopies(TorchFunctionMode):
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-def _parts(model: PreTrainedModel, name: str, shape: Shape) -> Iterator[Part]:
+def _parts(model: PreTrainedModel, name: str, shape: Shape) -> Iterator[StoredPart]:
     from transformers.core_model_loading import revert_weight_conversion
 
     whole = torch.empty(shape, dtype=torch.uint8, device="cpu")  # never touched, so it takes no memory
@@ -178,11 +184,11 @@ def _parts(model: PreTrainedModel, name: str, shape: Shape) -> Iterator[Part]:
         if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
             found, do = f"the files of a {type(model).__name__} keep {name} joined with others", "train another model"
             raise ConfigError(explain("the tensors of a publish", found, do))
-        yield Part(stored, tuple(part.shape), tuple(part.stride()), int(part.storage_offset()))
+        yield StoredPart(stored, tuple(part.shape), tuple(part.stride()), int(part.storage_offset()))
 
 
 def _on_meta(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    drop_towers(model)
+    return model

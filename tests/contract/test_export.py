@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.checkpoint.digests import seal
@@ -99,6 +99,20 @@ def test_shards_have_an_index_and_the_dtype_of_the_replicas(root, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.dtype == torch.bfloat16, "config.json says so"
     assert all(torch.equal(t, trained()[name].bfloat16()) for name, t in loaded.state_dict().items())
+
+
+def test_what_training_does_not_see_is_kept_and_what_the_files_keep_exact_stays_exact(root, tmp_path, capfd):
+    base, norm = tmp_path / "base", "model.norm.weight"
+    shutil.copytree(root / "model", base)
+    tensors = {n: t if n == norm else t.bfloat16() for n, t in load_file(base / "model.safetensors").items()}
+    ahead = torch.full((3,), 0.1)
+    save_file(tensors | {"mtp.norm.weight": ahead.bfloat16()}, base / "model.safetensors", metadata={"format": "pt"})
+    assert main([str(root / "run"), str(tmp_path / "out"), "--model", str(base)]) == 0
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(written["mtp.norm.weight"], ahead.bfloat16())
+    assert "1 tensors that were not trained are those of" in capfd.readouterr().out
+    assert {n for n, t in written.items() if t.dtype == torch.float32} == {norm}
+    assert torch.equal(written[norm], trained()[norm])
 
 
 @pytest.fixture(scope="module")

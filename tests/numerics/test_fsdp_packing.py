@@ -1,5 +1,6 @@
 """FSDP2 on one rank: packed training against plain Hugging Face forward passes, one sequence at a time."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -321,6 +322,20 @@ def test_published_tensors_are_those_of_the_model(model_paths, name, dtype):
     assert set(published) == set(stored)  # what Hugging Face keeps of tied tensors
     for key, tensor in published.items():
         assert torch.equal(tensor, stored[key].to(getattr(torch, dtype))), key
+
+
+def test_what_the_files_keep_in_float32_is_published_in_float32(model_paths, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model_paths / "qwen3", tmp_path / "model")
+    file, kept = tmp_path / "model/model.safetensors", "model.norm.weight"
+    tensors = {n: t if n == kept else t.bfloat16() for n, t in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    backend = build(tmp_path / "model", dtype="bfloat16")
+    specs, published = {s.name: s.dtype for s in backend.weight_specs()}, dict(backend.named_weights())
+    assert {name for name, dtype in specs.items() if dtype == "float32"} == {kept}
+    assert {name: str(t.dtype).removeprefix("torch.") for name, t in published.items()} == specs
+    assert torch.equal(published[kept], tensors[kept])
 
 
 @pytest.mark.parametrize(

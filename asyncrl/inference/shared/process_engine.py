@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
@@ -24,8 +26,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 S = TypeVar("S", bound=RequestStream)
 
+_LOG_BYTES = 1 << 16
+_EXCEPTION = re.compile(r"^(?:\S.*\] )?((?:\w+\.)*\w+(?:Error|Exception): .{1,300})", re.MULTILINE)
 _WATCH_S = 0.25
 """Pause between two checks that the engine's processes are alive."""
+
+
+def last_logged_error() -> str:
+    """The last exception in the file that this process and the engine's processes have as stderr; empty if there is
+    none. Packages often say only that another process failed."""
+    try:
+        with open("/proc/self/fd/2", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+            found = _EXCEPTION.findall(file.read().decode(errors="replace"))
+    except OSError:  # no file, or not on Linux
+        return ""
+    return next((text for text in reversed(found) if "root cause" not in text), "")
 
 
 class ProcessEngine(ABC, Generic[S]):
@@ -169,9 +185,11 @@ class ProcessEngine(ABC, Generic[S]):
             raise
         except Exception as error:
             self._end(f"it could not be started: {type(error).__name__}: {error}")
-            asked = f"start {self.package} for {self._model.path}"
+            asked, found = f"start {self.package} for {self._model.path}", f"{type(error).__name__}: {error}"
+            if (logged := last_logged_error()) and logged not in found:
+                found = f"{found.rstrip()} ({logged})"
             do = f"the log of its processes says more; rollout.{self.key} has the settings"
-            raise GenerationError(explain(asked, f"{type(error).__name__}: {error}", do)) from error
+            raise GenerationError(explain(asked, found, do)) from error
         finally:
             launching.cancel()
         self._started = True

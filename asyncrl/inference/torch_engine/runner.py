@@ -18,7 +18,7 @@ from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, Sl
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
 from asyncrl.inference.torch_engine.sampling import log_softmax
 from asyncrl.inference.torch_engine.slots import Moves
-from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, misfit, routers_of, settle
+from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, auto_class, drop_towers, misfit, routers_of, settle
 
 PREFILL_TOKENS = 1024
 """Tokens of one prefill pass, padding included: bounds its memory and how long it delays running requests."""
@@ -34,7 +34,7 @@ def load_model(
 
     Raises GenerationError: the files contradict the config.
     """
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoConfig
 
     check_path(config.path)
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
@@ -44,7 +44,7 @@ def load_model(
     architecture = AutoConfig.from_pretrained(path, **hub)
     settle(architecture, max_model_len)
     model: Any
-    kinds: Any = AutoModelForCausalLM
+    kinds = auto_class(architecture)
     if real_weights:
         model, loaded = kinds.from_pretrained(path, config=architecture, output_loading_info=True, **hub, **kind)
         if why := misfit(model, loaded):
@@ -56,6 +56,7 @@ def load_model(
             torch.manual_seed(seed)
             remote = {"trust_remote_code": config.trust_remote_code}
             model = kinds.from_config(architecture, **remote, **kind)
+    drop_towers(model)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -128,7 +129,7 @@ class ModelRunner:
 
     def prefill(self, prefill: Prefill) -> None:
         """Computes the next chunk of every prompt: at most `prefill_tokens` tokens, padding included."""
-        self._feed(prefill, self.model.base_model)
+        self._feed(prefill, self.model.get_decoder())
 
     def score(
         self, sequences: list[np.ndarray], starts: list[int], tops: list[int]
@@ -147,7 +148,7 @@ class ModelRunner:
             begun, first = prefill.done, max(prefill.done, min(starts) - 1)
             stop = min(begun + self._chunk_of(prefill), prefill.width)
             if first >= stop:  # nothing of this chunk is scored: skip the output layer
-                self._feed(prefill, self.model.base_model)
+                self._feed(prefill, self.model.get_decoder())
                 continue
             kept = torch.arange(first - begun, stop - begun, device=self._device)
             logits = self._feed(prefill, self.model, logits_to_keep=kept).logits

@@ -70,6 +70,7 @@ def engine_arguments(
         "enforce_eager": settings.enforce_eager,
         "enable_sleep_mode": settings.enable_sleep_mode,
         "skip_tokenizer_init": not settings.structured_outputs,
+        "language_model_only": True,  # rows are text
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": settings.max_logprobs,

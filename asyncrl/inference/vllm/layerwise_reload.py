@@ -127,7 +127,7 @@ class Reload:
             for name, parameter in layer.named_parameters(recurse=False)
             if parameter.isnan().all()
         ]
-        if empty or not layers:
+        if empty or (self.names.known and not layers):
             found = f"vLLM ignores some of {', '.join(list(tensors)[:5])}; {', '.join(empty[:3])} stays as it was"
             do = "serve this model with another engine (rollout.engine)"
             raise WeightTransferError(explain("load a publish", found, do))
@@ -178,7 +178,7 @@ class Reload:
                 method.moe_kernel = None  # type: ignore[union-attr]
 
 
-def _old_parameters(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def _old_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Of a layer that is being reloaded: the parameters that it computes with."""
     tensors = get_layerwise_info(layer).kernel_tensors
     assert tensors is not None, "a reload keeps the old tensors"

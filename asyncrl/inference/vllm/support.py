@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def check_engine_args(rollout: RolloutConfig, facts: ModelFacts) -> None:
         found = "it quantises experts only, and the model has none"
         do = "choose one that quantises all layers, such as fp8_per_channel, or leave it out"
         raise ConfigError(explain(f"rollout.vllm.quantization={quantization}", found, do))
+    _check_architecture(facts)
     asked, records = rollout.vllm.engine_args, rollout.vllm.record_experts
     known = _fields_of_engine_args() if asked or records else frozenset()
     if records and RECORDING not in known:
@@ -63,11 +65,27 @@ def check_engine_args(rollout: RolloutConfig, facts: ModelFacts) -> None:
     require_known(asked, known, section="rollout.vllm.engine_args", package=package, listed="`vllm serve --help`")
 
 
-def _fields_of_engine_args() -> frozenset[str]:
+def _check_architecture(facts: ModelFacts) -> None:
+    """Raises ConfigError: vLLM's registry says that this version, or this installation, does not run the model."""
+    asked = f"rollout.engine=vllm with {facts.name}"
+    if facts.other_inputs and find_spec("torchvision") is None:
+        found = f"its files also describe other inputs ({facts.other_inputs[0]}), for which vLLM needs torchvision"
+        raise ConfigError(explain(asked, found, "install the build of torchvision for the installed torch"))
+    ended = re.search(rf'"{facts.architecture}": "(.+)"', _source("model_executor/models/registry.py"))
+    if ended and facts.mixing:  # by way of transformers vLLM runs the others; named is the last version, or a plugin
+        found = f"vLLM {version_of(_DISTRIBUTIONS)} has no such architecture any more: it names {ended[1]}"
+        raise ConfigError(explain(asked, found, "set rollout.engine=torch or sglang, or install that"))
+
+
+def _source(name: str) -> str:
+    """Text of a file of the installed vLLM; empty if there is none."""
     spec = find_spec("vllm")
     places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or ()]
-    files = [file for place in places if (file := place / "engine" / "arg_utils.py").is_file()]
-    classes = [node for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    return next((file.read_text() for place in places if (file := place / name).is_file()), "")
+
+
+def _fields_of_engine_args() -> frozenset[str]:
+    classes = [n for n in ast.parse(_source("engine/arg_utils.py")).body if isinstance(n, ast.ClassDef)]
     return frozenset(
         field.target.id
         for made in classes

@@ -22,7 +22,8 @@ from asyncrl.trainer.step.model import Peers
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import SendingRank, TensorSpec
 from asyncrl.weights.encodings.lora import LORA_B
-from asyncrl.weights.stored_layout import StoredLayout
+from asyncrl.weights.plan import make_spec
+from asyncrl.weights.stored_layout import StoredLayout, StoredPart
 
 
 def _mesh(device: torch.device, rank: int, world_size: int, trainer: TrainerConfig) -> DeviceMesh:
@@ -132,14 +133,13 @@ class Publication:
     def __init__(self, model: PreTrainedModel, layout: StoredLayout, spec: TrainerSpec, device: torch.device) -> None:
         self._model, self._layout, self._device = model, layout, device
         self._scale = lora.scale_of(spec.trainer.lora) if spec.trainer.lora.rank else None
-        self._dtype_name = spec.model.inference_dtype if self._scale is None else "float32"
-        self._dtype: torch.dtype = getattr(torch, self._dtype_name)
+        self._dtype = "float32" if self._scale is not None else spec.model.inference_dtype
 
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(
-            TensorSpec(name, tuple(part.shape), self._dtype_name, part.numel() * self._dtype.itemsize)
+            make_spec(part.name, part.shape, self._dtype_of(own))
             for own, tensor in sharded_state.published_tensors(self._model)
-            for name, part in self._stored(own, torch.empty(tensor.shape, device="meta"))
+            for part in self._parts(own, tensor)
         )
 
     @torch.no_grad()
@@ -147,14 +147,16 @@ class Publication:
         """Collective: every rank must exhaust the iterator."""
         for name, tensor in sharded_state.published_tensors(self._model):
             # cast before gathering: half the bytes for 16-bit replicas. Gathered on the device: its group is NCCL's.
-            whole = sharded_state.full(tensor.to(self._device, self._dtype)).detach()
+            whole = sharded_state.full(tensor.to(self._device, getattr(torch, self._dtype_of(name)))).detach()
             if self._scale is not None and name.endswith(LORA_B):
                 whole = whole * self._scale
-            for stored, part in self._stored(name, whole):
-                yield stored, part.contiguous()
+            for part in self._parts(name, tensor):
+                yield part.name, part.of(whole).contiguous()
 
-    def _stored(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._scale is None:
-            yield from self._layout.split(name, tensor)
-        else:
-            yield self._layout.of_factor(name), tensor
+    def _parts(self, name: str, tensor: torch.Tensor) -> tuple[StoredPart, ...]:
+        stored = name if self._scale is None else self._layout.of_factor(name)
+        return self._layout.parts_of(stored, tuple(tensor.shape))
+
+    def _dtype_of(self, name: str) -> str:
+        exact = any(part.name in self._layout.exact for part in self._layout.parts.get(name, ()))
+        return "float32" if exact else self._dtype

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from asyncrl.config.model import ModelConfig
@@ -23,7 +23,7 @@ from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, VARLEN, register_packed_attention, varlen_kernel
 from asyncrl.trainer.fsdp.supports import check_heads, unsupported
-from asyncrl.types import HOW_TO_TIE, ROUTED, UNTIED, ModelFacts, misfit, settle
+from asyncrl.types import HOW_TO_TIE, ROUTED, UNTIED, ModelFacts, auto_class, drop_towers, misfit, settle
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +57,13 @@ def load_model(
     """
     check_path(model.path, key)
     register_packed_attention()
-    kind: Any = AutoModelForCausalLM if head else AutoModel
     hub = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     how = {"dtype": dtype, "attn_implementation": "eager"}  # until `proof` has found another one
     loaded: Any = None
     try:
         config = AutoConfig.from_pretrained(model.path, **hub)
         settle(config, max_model_len)
+        kind: Any = auto_class(config) if head else AutoModel
         if _reads(mesh):
             found, loaded = kind.from_pretrained(model.path, config=config, output_loading_info=True, **hub, **how)
         else:
@@ -82,6 +82,8 @@ def load_model(
         if unused := sorted(loaded["unexpected_keys"]):
             text = "%s: %d tensors of the files are not used, the first is %s"
             logger.warning(text, model.path, len(unused), unused[0])
+    if towers := drop_towers(found):
+        logger.info("%s: rows are text, so %s are left out of the training", model.path, " and ".join(towers))
     check_supported(found, head=head)
     check_heads(fsdp, ModelFacts.of_config(model.path, found.config.to_dict()), key)
     if fsdp.activation_checkpointing:
@@ -149,7 +151,7 @@ def check_supported(causal_lm: PreTrainedModel, *, head: bool = True) -> None:
     and by features that only the model itself shows."""
     config = causal_lm.config
     problems = unsupported(ModelFacts.of_config(str(config.name_or_path), config.to_dict()))
-    if not isinstance(getattr(causal_lm.base_model, "layers", None), nn.ModuleList):
+    if not isinstance(getattr(causal_lm.get_decoder(), "layers", None), nn.ModuleList):
         problems.append("no list of decoder layers")
     if head and causal_lm.get_output_embeddings() is None:
         problems.append("no output layer")
@@ -171,7 +173,7 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
 
 
 def decoder_layers(model: PreTrainedModel) -> Any:
-    return model.base_model.layers
+    return model.get_decoder().layers
 
 
 def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, fsdp: FsdpConfig) -> None:

@@ -174,7 +174,7 @@ class Critic(nn.Module):
         super().__init__()
         self._context, self._way = context or ContextRanks(), way or Way()
         self.backbone = backbone
-        self.head = nn.Linear(backbone.config.hidden_size, 1)
+        self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

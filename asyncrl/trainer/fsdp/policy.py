@@ -70,6 +70,7 @@ class Policy(nn.Module):
         else:
             found = token_logprobs(*of_targets, temperature=temperature, rules=rules)
         # Combine the results of the ranks that share the row.
-        sums = routing_sums(router_logits, self.causal_lm.config.num_experts_per_tok) if routing else ()
+        config = self.causal_lm.config.get_text_config()
+        sums = routing_sums(router_logits, config.num_experts_per_tok) if routing else ()
         of_row = tuple(part.of_row(values) for values in (*found, *others))
         return *of_row[:2], *(part.summed(values) for values in sums), *of_row[2:]

@@ -59,7 +59,7 @@ def forward_row(
 
 def _packed(model: PreTrainedModel, part: RowPart, **asked: Any) -> Any:
     tokens, layout = part.tokens, part.tokens.layout
-    return model.base_model(
+    return model.get_decoder()(
         input_ids=tokens.input_ids,
         position_ids=tokens.position_ids,
         use_cache=False,
@@ -86,7 +86,7 @@ def _padded(model: PreTrainedModel, tokens: PackedTokens, **asked: Any) -> tuple
     ids = tokens.input_ids[0] if layout.order is None else tokens.input_ids[0].index_select(0, layout.order)
     batch = ids.new_zeros(count * longest).index_copy_(0, slots, ids).view(count, longest)
     places = slots if layout.places is None else slots.index_select(0, layout.places)
-    return model.base_model(input_ids=batch, use_cache=False, **asked), places
+    return model.get_decoder()(input_ids=batch, use_cache=False, **asked), places
 
 
 def of_first_rank(mesh: DeviceMesh, find: Callable[[], Any], asked: str) -> Any:
@@ -139,7 +139,7 @@ def prove(model: PreTrainedModel, attention: str, packing: Packing = "auto", *, 
     sequences = _drawn(embedding.weight.shape[0])
     with _evaluated(model):
         model.set_attn_implementation("eager")
-        alone = [model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in sequences]
+        alone = [model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in sequences]
         if not all(bool(hidden.isfinite().all()) for hidden in alone):
             found = "hidden states that are not finite: its weights hold NaN or infinity, or its activations overflow"
             do = "save the weights again; float16 overflows where bfloat16 does not"

@@ -16,7 +16,6 @@ def unsupported(facts: ModelFacts) -> list[str]:
     """Features that would train wrongly: logits that are bent after the output layer. Layers that mix the sequences of
     a packed row, and factors of logits, are found on the loaded model (`proof.prove`)."""
     problems = [f"logits with {change}" for change in facts.changed_logits if "cap" in change]
-    problems += [f"other inputs than text ({key})" for key in facts.other_inputs]
     problems += ["an encoder beside the decoder"] * facts.is_encoder_decoder
     return problems
 

@@ -19,7 +19,7 @@ from asyncrl.trainer.fsdp.stored_state import StoredState
 from asyncrl.trainer.training_state import MODELS, MOMENTS, WEIGHT, TensorKind, TrainingState
 from asyncrl.weights.encodings.base import BaseWeights
 from asyncrl.weights.encodings.lora import LORA_B
-from asyncrl.weights.stored_layout import Part, StoredLayout
+from asyncrl.weights.stored_layout import StoredLayout, StoredPart
 
 _OPTIMIZERS = {"model": "optimizer", "critic": "critic_optimizer"}
 """Model -> prefix of its optimizer's entries."""
@@ -107,7 +107,7 @@ class FsdpTrainingState:
             raise self._written.unfit(f"it has no {entry} in the shape of the weight")
         return part.of(self._read_entry(entry)).float().clone()  # independent of the cache
 
-    def _parts_of(self, model: str, config_of: Callable[[str], Mapping[str, Any]]) -> dict[str, tuple[str, Part]]:
+    def _parts_of(self, model: str, config_of: Callable[[str], Mapping[str, Any]]) -> dict[str, tuple[str, StoredPart]]:
         """Name in the files -> (name in the checkpoint, place in it)."""
         entries = [name.removeprefix(f"{model}.") for name in self._written.entries if name.startswith(f"{model}.")]
         if not entries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,14 @@ class BaseWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """From the header of its file."""
         return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    @cached_property
+    def exact(self) -> frozenset[str]:
+        """The tensors that files of 16-bit weights keep in float32: choices of experts and decays depend on their last
+        bits."""
+        dtypes = {name: file.get_slice(name).get_dtype() for name, file in self._file_of.items()}
+        found = frozenset(name for name, dtype in dtypes.items() if dtype == "F32")
+        return found if 2 * len(found) < len(dtypes) else frozenset()
 
     def tensor(self, name: str) -> torch.Tensor:
         """A view of the mapped file, in its dtype. Do not write to it."""

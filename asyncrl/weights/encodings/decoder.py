@@ -99,7 +99,8 @@ class Decoder:
         direct = sink if isinstance(sink, DirectSink) and self._dtype == torch.float32 else None
         for name in scope.names:
             weight = self._base.tensor(name)
-            dtype = self._dtype if weight.is_floating_point() else weight.dtype
+            keeps = name in self._base.exact or not weight.is_floating_point()
+            dtype = weight.dtype if keeps else self._dtype
             spec = make_spec(name, weight.shape, dtype_name(dtype))
             if (merge := Merge.of(name, weight, factors)) is None:
                 sink.write(spec, 0, byte_view(weight.to(dtype)))
