@@ -66,11 +66,8 @@ class EngineSpec:
 
 
 def unsupported_by_torch(facts: ModelFacts, context_tokens: int) -> list[str]:
-    """The slot loop has a plain causal mask, and keys and values as its only state."""
+    """Keys and values are the only state of the slot loop."""
     problems = [f"layers of kind {kind}" for kind in sorted(facts.layer_kinds - _TORCH_LAYERS)]
-    if facts.sliding_window is not None and facts.sliding_window < context_tokens:
-        problems.append(f"a sliding window of {facts.sliding_window} tokens, shorter than the context")
-    problems += [f"attention with {change}" for change in facts.changed_attention]
     return problems + _encoder(facts, context_tokens)
 
 

@@ -8,9 +8,12 @@ causal mask no real token sees it. Every other layer computes real tokens only.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from asyncrl.trainer.step.batch import PackedLayout, PaddedClass
+
+_ALIGNED = 8
+"""Entries that heads with sinks get more: kernels of GPUs want sizes that 8 divides."""
 
 
 def packed_attention(
@@ -22,6 +25,7 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each sequence of a packed row.
 
@@ -30,6 +34,7 @@ def packed_attention(
     Args:
         query: [N, H, D]; key, value: [N, K, D], H a multiple of K.
         sliding_window: a token sees itself and the `sliding_window - 1` before it.
+        sinks: [H], a logit of each head that takes weight and gives no value (gpt-oss).
 
     Returns:
         [N, H, D].
@@ -42,6 +47,9 @@ def packed_attention(
         window = None
         if sliding_window is not None and similar.max_length > sliding_window:
             window = _band(similar.max_length, sliding_window, query.device)
+        if sinks is not None:
+            scaling = scaling or query.shape[-1] ** -0.5
+            q_SHLD, k_SKLD, v_SKLD, window = _with_sinks(q_SHLD, k_SKLD, v_SKLD, window, sinks / scaling)
         out_SHLD = scaled_dot_product_attention(
             q_SHLD,
             k_SKLD,
@@ -52,8 +60,27 @@ def packed_attention(
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+        if sinks is not None:
+            out_SHLD = out_SHLD[:, :, 1:, : value.shape[-1]]
         parts.append(_unpad(out_SHLD, similar))
     return _joined(parts, layout)
+
+
+def _with_sinks(
+    q_SHLD: torch.Tensor,
+    k_SKLD: torch.Tensor,
+    v_SKLD: torch.Tensor,
+    window: torch.Tensor | None,
+    logits_H: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Each head's sink as a token before the first, with a key that only a further entry of the queries meets, and the
+    value 0: so every kernel of torch has sinks, with their gradient."""
+    q, k, v = (pad(x, (0, _ALIGNED, 1, 0)) for x in (q_SHLD, k_SKLD, v_SKLD))
+    at = q_SHLD.shape[-1]
+    only = torch.zeros(q.shape[-1], dtype=q.dtype, device=q.device).index_fill_(0, torch.tensor(at, device=q.device), 1)
+    k[:, :, 0] = only
+    q = q + logits_H.to(q.dtype)[:, None, None] * only
+    return q, k, v, window if window is None else pad(pad(window, (0, 0, 1, 0)), (1, 0), value=True)
 
 
 def _by_class(rows: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, ...]:

@@ -30,10 +30,12 @@ class LogitRules:
         per_chunk: entries of one chunk; None: the device's default.
         in_float32: products of 16-bit numbers are not rounded to 16 bits. The backward pass forms the same logits again
             and rounds their gradients to the dtype of the weight.
+        cap: logits are cap tanh(logit / cap), before the temperature (Gemma 2); 0: they are as they are.
     """
 
     per_chunk: int | None = None
     in_float32: bool = False
+    cap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +121,14 @@ def among_kept(
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """This rank's rows of the vocabulary, `[first, first + count)`, and how their logits are formed: in chunks of
-    `chunk` tokens, multiplied by `scale`. `group` None: the rank holds all rows."""
+    `chunk` tokens, capped, multiplied by `scale`. `group` None: the rank holds all rows."""
 
     first: int
     count: int
     group: dist.ProcessGroup | None
     chunk: int
     scale: float
-    in_float32: bool
+    rules: LogitRules
 
     @classmethod
     def of(cls, weight: torch.Tensor, temperature: float, rules: LogitRules, split: SplitVocabulary | None) -> _Rows:
@@ -137,7 +139,7 @@ class _Rows:
             count = min(max(split.size - first, 0), held)
         # By the rows held, not by `count`: all ranks must make the same reductions.
         chunk = max(1, (rules.per_chunk or logits_per_chunk(weight.device.type)) // held)
-        return cls(first, count, group, chunk, 1.0 / temperature, rules.in_float32)
+        return cls(first, count, group, chunk, 1.0 / temperature, rules)
 
     def reduced(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """`values`, reduced over all ranks in place."""
@@ -168,7 +170,7 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device) for _ in range(3)
         )
         logprobs_NK = torch.empty(others_NK.shape, dtype=torch.float32, device=hidden_ND.device)
-        product = _Product(weight_VD[: rows.count], bias_V, rows.scale, in_float32=rows.in_float32)
+        product = _Product(weight_VD[: rows.count], bias_V, rows.scale, rows.rules)
         for start in range(0, len(targets_N), rows.chunk):
             part = slice(start, start + rows.chunk)
             logits_CV = product(hidden_ND[part])
@@ -205,10 +207,11 @@ class _TokenLogprobs(torch.autograd.Function):
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad  # neither if the output layer is frozen
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
-        product = _Product(weight_VD[: rows.count], bias_V, rows.scale, in_float32=rows.in_float32)
+        product = _Product(weight_VD[: rows.count], bias_V, rows.scale, rows.rules)
         for start in range(0, len(targets_N), rows.chunk):
             part = slice(start, start + rows.chunk)
             logits_CV = product(hidden_ND[part])
+            slope_CV = product.slope(logits_CV)
             scaled_C1 = whole_N[part, None] * rows.scale
             # d logprob / d logit = onehot(token) - softmax
             logp_CV = logits_CV.sub_(normalizers_N[part, None])
@@ -222,13 +225,15 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_CV.scatter_add_(-1, at_C[:, None], (grad_N[part] * own_C * rows.scale)[:, None])
             if grad_NK is not None:
                 grad_CV.scatter_add_(-1, others_NK[part], grad_NK[part] * rows.scale)
+            if slope_CV is not None:
+                grad_CV.mul_(slope_CV)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
             grad_CV = grad_CV.to(weight_VD.dtype)
             grad_hidden_ND[part] = grad_CV @ weight_VD[: rows.count]
             if grad_weight_VD is not None:
                 grad_weight_VD[: rows.count] += grad_CV.T @ hidden_ND[part]
-            del logits_CV, logp_CV, grad_CV
+            del logits_CV, logp_CV, grad_CV, slope_CV
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
         return grad_hidden_ND, grad_weight, grad_bias, None, None, None
@@ -237,8 +242,8 @@ class _TokenLogprobs(torch.autograd.Function):
 class _Product:
     """The output layer: logits of a chunk of hidden states, [C, V] float32 each, safe to overwrite."""
 
-    def __init__(self, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, scale: float, *, in_float32: bool) -> None:
-        self._in_float32 = in_float32 and weight_VD.dtype != torch.float32
+    def __init__(self, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, scale: float, rules: LogitRules) -> None:
+        self._cap, self._in_float32 = rules.cap, rules.in_float32 and weight_VD.dtype != torch.float32
         # a GPU multiplies 16-bit numbers and accumulates in float32; elsewhere the weights are widened once
         self._widens = self._in_float32 and weight_VD.device.type != "cuda"
         self._weight, self._bias, self._scale = weight_VD.float() if self._widens else weight_VD, bias_V, scale
@@ -253,4 +258,10 @@ class _Product:
                 logits = torch.mm(hidden_CD, self._weight.T, out_dtype=torch.float32)
             if self._bias is not None:
                 logits += self._bias
+        if self._cap:
+            logits.div_(self._cap).tanh_().mul_(self._cap)
         return logits if self._scale == 1.0 else logits.mul_(self._scale)
+
+    def slope(self, logits_CV: torch.Tensor) -> torch.Tensor | None:
+        """Derivative of the capped logits, found again from the result; None without a cap."""
+        return 1 - (logits_CV / (self._cap * self._scale)).square_() if self._cap else None

@@ -35,6 +35,7 @@ from asyncrl.types.models import (
     LayerSizes,
     ModelFacts,
     auto_class,
+    decoder_of,
     drop_towers,
     misfit,
     routers_of,

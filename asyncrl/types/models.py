@@ -188,10 +188,16 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
+def decoder_of(model: Any) -> Any:
+    """The layers that text passes: token ids to hidden states."""
+    found = model.get_decoder()
+    return getattr(model, "model", model) if found is model else found
+
+
 def drop_towers(model: Any) -> list[str]:
     """Removes what text never passes, in place: encoders of images and sound, and their projections. Returns the names
     of the removed modules."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder, head = decoder_of(model), model.get_output_embeddings()
     kept = {id(tensor) for part in (decoder, head) if part is not None for tensor in part.parameters()}
     dropped: list[str] = []
     for name, module in list(model.named_modules()):
@@ -271,4 +277,4 @@ def routers_of(model: Any) -> list[Any]:
     [tokens, E], weights of the chosen experts [tokens, k], and their indices [tokens, k] int64."""
     if model.config.model_type not in ROUTED:
         return []
-    return [layer.mlp.gate for layer in model.get_decoder().layers if hasattr(layer.mlp, "experts")]
+    return [layer.mlp.gate for layer in decoder_of(model).layers if hasattr(layer.mlp, "experts")]

@@ -95,7 +95,7 @@ def everything_asked(root, rank, context):
     kept = torch.cat([tokens.targets[:, None], torch.tensor([[39, 38], [37, -1], [-1, -1]] * 2)], 1)
     found = {}
     for name, row in (("others", tokens), ("kept", replace(tokens, others=None, kept=kept, experts=None))):
-        model = AutoModelForCausalLM.from_pretrained(root / "mixture", attn_implementation="packed_sdpa")
+        model = AutoModelForCausalLM.from_pretrained(root / "mixture", attn_implementation="packed_rows")
         outputs = Policy(model, context=context, replays=True)(row, 0.8, routing=True)
         torch.manual_seed(7)
         sum((output * torch.randn_like(output)).sum() for output in outputs).backward()

@@ -130,10 +130,10 @@ def test_a_model_attends_by_the_kernel_as_by_classes():
         temperature=1.0,
     )
     model, found = random_qwen3(), {}
-    for name in ("packed_sdpa", "by_the_words"):
+    for name in ("packed_rows", "by_the_words"):
         model.set_attn_implementation(name)
         found[name] = Policy(model)(row, 1.0)[0]
-    torch.testing.assert_close(found["by_the_words"], found["packed_sdpa"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found["by_the_words"], found["packed_rows"], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu

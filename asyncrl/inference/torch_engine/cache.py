@@ -9,19 +9,23 @@ from typing import Any
 
 import torch
 
-from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.torch_engine.slots import Moves
 
 ATTENTION_NAME = "asyncrl_slot"
 
 
-def slot_attention(
+def slot_attention(  # noqa: PLR0913 the signature is that of transformers' interface
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **settings: Any,
+    attention_mask: torch.Tensor,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers; returns [rows, S, H, D] and no attention weights.
 
@@ -29,17 +33,25 @@ def slot_attention(
     is repeated in memory.
 
     Args:
-        query: [rows, H, S, D]. key, value: [rows, K, kv, D]. attention_mask: additive, broadcasts to [rows, H, S, kv].
-    Raises:
-        GenerationError: the model needs soft capping or sinks.
+        query: [rows, H, S, D]. key, value: [rows, K, kv, D]. attention_mask: additive, [rows or 1, 1, S, kv], causal.
+        sliding_window: a token sees itself and the `sliding_window - 1` before it.
+        softcap: of the scores. s_aux: [H], a logit of each head that takes weight and gives no value.
     """
-    for unsupported in ("softcap", "s_aux"):
-        if settings.get(unsupported) is not None:
-            raise GenerationError(
-                explain(f"model class {type(module).__name__}", f"its attention uses {unsupported}", "use engine: vllm")
-            )
     rows, heads, length, head_size = query.shape
-    scale = settings.get("scaling")
+    scale = head_size**-0.5 if scaling is None else scaling
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        newest = (attention_mask == 0).sum(-1, keepdim=True) - 1
+        outside = torch.arange(key.shape[2], device=key.device) <= newest - sliding_window
+        attention_mask = attention_mask.masked_fill(outside, float("-inf"))
+    if softcap is not None or s_aux is not None:
+        shared = heads // key.shape[1]
+        scores = query @ key.repeat_interleave(shared, 1).transpose(2, 3) * scale
+        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+        scores = scores + attention_mask
+        if s_aux is not None:
+            scores = torch.cat([scores, s_aux[:, None, None].expand(rows, heads, length, 1)], -1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
+        return (weights @ value.repeat_interleave(shared, 1)).transpose(1, 2), None
     attend = torch.nn.functional.scaled_dot_product_attention
     if length == 1:
         # No causal mask is needed within the "sequence": all its heads are at the same position.

@@ -18,7 +18,17 @@ from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, Sl
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
 from asyncrl.inference.torch_engine.sampling import log_softmax
 from asyncrl.inference.torch_engine.slots import Moves
-from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, auto_class, drop_towers, misfit, routers_of, settle
+from asyncrl.types import (
+    HOW_TO_TIE,
+    UNTIED,
+    ModelFacts,
+    auto_class,
+    decoder_of,
+    drop_towers,
+    misfit,
+    routers_of,
+    settle,
+)
 
 PREFILL_TOKENS = 1024
 """Tokens of one prefill pass, padding included: bounds its memory and how long it delays running requests."""
@@ -92,6 +102,9 @@ class ModelRunner:
 
     def __init__(self, model: Any, settings: TorchEngineConfig, *, prefill_tokens: int = PREFILL_TOKENS) -> None:
         check_architecture(model.config, settings.context_tokens)
+        if not hasattr(decoder_of(model), "layers"):
+            found, do = "it keeps its state otherwise than layer by layer", "use rollout.engine=vllm"
+            raise GenerationError(explain(f"model {model.config.model_type} in the torch engine", found, do))
         self.model = model
         self.prefill_tokens = prefill_tokens
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -129,7 +142,7 @@ class ModelRunner:
 
     def prefill(self, prefill: Prefill) -> None:
         """Computes the next chunk of every prompt: at most `prefill_tokens` tokens, padding included."""
-        self._feed(prefill, self.model.get_decoder())
+        self._feed(prefill, decoder_of(self.model))
 
     def score(
         self, sequences: list[np.ndarray], starts: list[int], tops: list[int]
@@ -148,7 +161,7 @@ class ModelRunner:
             begun, first = prefill.done, max(prefill.done, min(starts) - 1)
             stop = min(begun + self._chunk_of(prefill), prefill.width)
             if first >= stop:  # nothing of this chunk is scored: skip the output layer
-                self._feed(prefill, self.model.get_decoder())
+                self._feed(prefill, decoder_of(self.model))
                 continue
             kept = torch.arange(first - begun, stop - begun, device=self._device)
             logits = self._feed(prefill, self.model, logits_to_keep=kept).logits

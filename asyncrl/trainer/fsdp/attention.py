@@ -16,6 +16,9 @@ from asyncrl.trainer.packed_attention import packed_attention
 from asyncrl.trainer.step.batch import PackedLayout
 
 PACKED_SDPA, VARLEN = "packed_sdpa", "varlen"
+PACKED_ROWS = "packed_rows"
+"""PACKED_SDPA as transformers knows it: where a name has sdpa in it, it asks the model for that, and models with sinks
+refuse."""
 
 Attend = Callable[..., torch.Tensor]
 """(query [N, H, D], key and value [N, K, D], layout, dropout=, scaling=, sliding_window=) -> [N, H, D]; see
@@ -23,9 +26,9 @@ Attend = Callable[..., torch.Tensor]
 
 
 def register_packed_attention() -> None:
-    """Makes `attn_implementation` "packed_sdpa" and "varlen" known to transformers. Idempotent."""
+    """Makes `attn_implementation` "packed_rows" and "varlen" known to transformers. Idempotent."""
     # Compiled layers call it; tracing would recompile for each number of classes.
-    AttentionInterface.register(PACKED_SDPA, torch.compiler.disable(RowAttention(PACKED_SDPA, packed_attention)))
+    AttentionInterface.register(PACKED_ROWS, torch.compiler.disable(RowAttention(PACKED_SDPA, packed_attention)))
     if (kernel := varlen_kernel()) is not None:
         AttentionInterface.register(VARLEN, torch.compiler.disable(RowAttention(VARLEN, VarlenAttention(kernel))))
 
@@ -59,6 +62,7 @@ class RowAttention:
         dropout: float = 0.0,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
         **features: Any,
     ) -> tuple[torch.Tensor, None]:
         """Causal attention inside each sequence of a packed row.
@@ -71,6 +75,7 @@ class RowAttention:
             packed_layout: of the row. With `exchange` it covers all ranks that share the row, and N counts this rank's
                 tokens.
             sliding_window: a token sees itself and the `sliding_window - 1` before it.
+            s_aux: [H], sinks; see `packed_attention`.
 
         Returns:
             [1, N, H, D], and None for the weights, which are never formed.
@@ -78,15 +83,16 @@ class RowAttention:
         Raises:
             ValueError: the model uses an attention feature that this implementation lacks.
         """
-        unknown = sorted(name for name in ("softcap", "s_aux", "position_bias") if features.get(name) is not None)
+        unknown = sorted(name for name in ("softcap", "position_bias") if features.get(name) is not None)
+        unknown += ["sinks"] * (s_aux is not None and (self._name != PACKED_SDPA or exchange is not None))
         if unknown or attention_mask is not None:
             raise ValueError(f"{self._name} supports neither an attention mask nor {unknown or 'other features'}")
         q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
         if exchange is not None:
             q_NHD, k_NKD, v_NKD = exchange.to_heads(q_NHD, k_NKD, v_NKD)
-        out_NHD = self._attend(
-            q_NHD, k_NKD, v_NKD, packed_layout, dropout=dropout, scaling=scaling, sliding_window=sliding_window
-        )
+        settings: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
+        settings |= {} if s_aux is None else {"sinks": s_aux}
+        out_NHD = self._attend(q_NHD, k_NKD, v_NKD, packed_layout, **settings)
         if exchange is not None:
             out_NHD = exchange.to_tokens(out_NHD)
         return out_NHD.unsqueeze(0), None

@@ -23,7 +23,7 @@ from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, VARLEN, register_packed_attention, varlen_kernel
 from asyncrl.trainer.fsdp.supports import check_heads, unsupported
-from asyncrl.types import HOW_TO_TIE, ROUTED, UNTIED, ModelFacts, auto_class, drop_towers, misfit, settle
+from asyncrl.types import HOW_TO_TIE, ROUTED, UNTIED, ModelFacts, auto_class, decoder_of, drop_towers, misfit, settle
 
 logger = logging.getLogger(__name__)
 
@@ -123,13 +123,19 @@ class Kernels:
         return cls(capability, importlib.util.find_spec("flash_attn") is not None, varlen_kernel() is not None)
 
 
-def choose_attention(fsdp: FsdpConfig, kernels: Kernels) -> str:
-    """Resolves `trainer.fsdp.attention`. Raises ConfigError: the requested attention cannot run."""
+def choose_attention(fsdp: FsdpConfig, kernels: Kernels, *, sinks: bool = False) -> str:
+    """Resolves `trainer.fsdp.attention`. Raises ConfigError: the requested attention cannot run.
+
+    Args:
+        sinks: the model's attention has them.
+    """
     needs = ["a CUDA device"] * (kernels.capability is None)
     needs += ["trainer.fsdp.param_dtype=bfloat16"] * (fsdp.param_dtype != "bfloat16")
     missing = {FLASH_ATTENTION: list(needs), VARLEN: list(needs)}
     missing[FLASH_ATTENTION] += ["the package flash-attn"] * (not kernels.flash_attn)
     missing[FLASH_ATTENTION] += ["trainer.fsdp.context_parallel=1"] * (fsdp.context_parallel > 1)
+    for lacks in missing.values() if sinks else ():
+        lacks.append("a model without attention sinks")
     if kernels.capability is not None and kernels.capability < _AMPERE:
         missing[VARLEN].append("a GPU of Ampere or later")
     missing[VARLEN] += ["torch 2.13 or later"] * (not kernels.varlen)
@@ -151,7 +157,7 @@ def check_supported(causal_lm: PreTrainedModel, *, head: bool = True) -> None:
     and by features that only the model itself shows."""
     config = causal_lm.config
     problems = unsupported(ModelFacts.of_config(str(config.name_or_path), config.to_dict()))
-    if not isinstance(getattr(causal_lm.get_decoder(), "layers", None), nn.ModuleList):
+    if not isinstance(getattr(decoder_of(causal_lm), "layers", None), nn.ModuleList):
         problems.append("no list of decoder layers")
     if head and causal_lm.get_output_embeddings() is None:
         problems.append("no output layer")
@@ -173,7 +179,7 @@ def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None
 
 
 def decoder_layers(model: PreTrainedModel) -> Any:
-    return model.get_decoder().layers
+    return decoder_of(model).layers
 
 
 def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, fsdp: FsdpConfig) -> None:

@@ -130,7 +130,8 @@ class Models:
 
     def _load(self, model: ModelConfig, fsdp: FsdpConfig, **how: Any) -> tuple[PreTrainedModel, Way]:
         found = load_model(model, fsdp, self._mesh, max_model_len=self._spec.max_model_len, **how)
-        attention = choose_attention(fsdp, Kernels.of(torch.device(self._mesh.device_type)))
+        sinks = any("sink" in name for name, _ in found.named_parameters())
+        attention = choose_attention(fsdp, Kernels.of(torch.device(self._mesh.device_type)), sinks=sinks)
         packing, head = self._spec.trainer.packing, how.get("head", True)
         way = agreed(found, self._mesh, attention, packing, head=head)
         if way.pads and fsdp.context_parallel > 1:

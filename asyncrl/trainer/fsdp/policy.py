@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ class Policy(nn.Module):
         """
         super().__init__()
         self.causal_lm = causal_lm
-        self._context, self._logits = context or ContextRanks(), logits or LogitRules()
-        self._way = way or Way()
+        self._context, self._way = context or ContextRanks(), way or Way()
+        self._logits = replace(logits or LogitRules(), cap=self._way.cap)
         self._replay = RouterReplay(causal_lm) if replays else None
 
     def forward(self, tokens: PackedTokens, temperature: float, *, routing: bool = False) -> tuple[torch.Tensor, ...]:

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError, explain
-from asyncrl.trainer.fsdp.attention import PACKED_SDPA
+from asyncrl.trainer.fsdp.attention import PACKED_ROWS, PACKED_SDPA
 from asyncrl.trainer.fsdp.context import RowPart
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
+from asyncrl.types import decoder_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,12 @@ bits, where a router that is near a tie takes another expert."""
 @dataclass(frozen=True, slots=True)
 class Way:
     """`attention`: of transformers. `pads`: sequences are rows of a batch, filled up on the right, where causal layers
-    never look. `scale`: the model's logits over those of its output layer."""
+    never look. `scale`: the model's logits over those of its output layer. `cap`: of `LogitRules`."""
 
     attention: str = PACKED_SDPA
     pads: bool = False
     scale: float = 1.0
+    cap: float = 0.0
 
 
 def forward_row(
@@ -59,7 +61,7 @@ def forward_row(
 
 def _packed(model: PreTrainedModel, part: RowPart, **asked: Any) -> Any:
     tokens, layout = part.tokens, part.tokens.layout
-    return model.get_decoder()(
+    return decoder_of(model)(
         input_ids=tokens.input_ids,
         position_ids=tokens.position_ids,
         use_cache=False,
@@ -86,7 +88,7 @@ def _padded(model: PreTrainedModel, tokens: PackedTokens, **asked: Any) -> tuple
     ids = tokens.input_ids[0] if layout.order is None else tokens.input_ids[0].index_select(0, layout.order)
     batch = ids.new_zeros(count * longest).index_copy_(0, slots, ids).view(count, longest)
     places = slots if layout.places is None else slots.index_select(0, layout.places)
-    return model.get_decoder()(input_ids=batch, use_cache=False, **asked), places
+    return decoder_of(model)(input_ids=batch, use_cache=False, **asked), places
 
 
 def of_first_rank(mesh: DeviceMesh, find: Callable[[], Any], asked: str) -> Any:
@@ -116,7 +118,7 @@ def agreed(model: PreTrainedModel, mesh: DeviceMesh, attention: str, packing: Pa
             "rows of a %s are padded: set trainer.packing=padded, so that micro-batches are planned as they are padded"
         )
         logger.warning(text, type(model).__name__)
-    model.set_attn_implementation(way.attention)
+    model.set_attn_implementation(PACKED_ROWS if way.attention == PACKED_SDPA else way.attention)
     return way
 
 
@@ -139,14 +141,14 @@ def prove(model: PreTrainedModel, attention: str, packing: Packing = "auto", *, 
     sequences = _drawn(embedding.weight.shape[0])
     with _evaluated(model):
         model.set_attn_implementation("eager")
-        alone = [model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in sequences]
+        alone = [decoder_of(model)(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in sequences]
         if not all(bool(hidden.isfinite().all()) for hidden in alone):
             found = "hidden states that are not finite: its weights hold NaN or infinity, or its activations overflow"
             do = "save the weights again; float16 overflows where bfloat16 does not"
             raise ConfigError(explain(f"train a {type(model).__name__}", found, do))
-        scale = _scale_of(model, sequences[0], alone[0], bound) if head else 1.0
-        tried = [Way(attention, scale=scale)] if packing != "padded" else []
-        tried += [Way(name, pads=True, scale=scale) for name in _PADDED] if packing != "packed" else []
+        scale, cap = _head_of(model, sequences[0], alone[0], bound) if head else (1.0, 0.0)
+        tried = [Way(attention, scale=scale, cap=cap)] if packing != "padded" else []
+        tried += [Way(name, pads=True, scale=scale, cap=cap) for name in _PADDED] if packing != "packed" else []
         why: list[str] = []
         for way in tried:
             found = _apart(model, way, sequences, alone)
@@ -168,7 +170,7 @@ def _apart(model: PreTrainedModel, way: Way, sequences: list[torch.Tensor], alon
     """Largest difference of a sequence among others from itself alone, of the largest value; or why it cannot run."""
     orders = (0, 1), (2, 1, 0), (1, 0, 2, 2)
     try:
-        model.set_attn_implementation(way.attention if way.pads else PACKED_SDPA)
+        model.set_attn_implementation(way.attention if way.pads else PACKED_ROWS)
         apart = torch.Tensor.amax if model.dtype == torch.float32 else torch.Tensor.mean
         gaps = [
             float(apart((found - alone[number]).abs().amax(-1).float())) / float(alone[number].abs().max())
@@ -194,17 +196,20 @@ def _drawn(vocabulary: int) -> list[torch.Tensor]:
     return [torch.randint(0, vocabulary, (n,), generator=draw) for n in _LENGTHS]
 
 
-def _scale_of(model: PreTrainedModel, ids: torch.Tensor, hidden: torch.Tensor, bound: float) -> float:
-    """The model's logits over those of its output layer. Raises ConfigError: they are no multiple."""
+def _head_of(model: PreTrainedModel, ids: torch.Tensor, hidden: torch.Tensor, bound: float) -> tuple[float, float]:
+    """Factor and cap between the output layer and the model's logits. Raises ConfigError: they differ otherwise."""
     head: Any = model.get_output_embeddings()
     plain = torch.nn.functional.linear(hidden, head.weight, getattr(head, "bias", None)).double()
     logits = model(input_ids=ids[None], use_cache=False).logits[0].double()
     scale = float((plain * logits).sum() / plain.square().sum())
-    apart = float((plain * scale - logits).abs().max() / logits.abs().max())
+    cap = float(getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0)
+    found = cap * (plain / cap).tanh() if cap else plain * scale
+    apart = float((found - logits).abs().max() / logits.abs().max())
     if not apart <= bound:
-        found = f"its logits differ by {apart:.2g} of the largest from every multiple of the output layer's"
-        raise ConfigError(explain(f"train a {type(model).__name__}", found, "train another model"))
-    return 1.0 if abs(scale - 1) <= bound else scale
+        rule = f"the output layer's with the cap {cap:g}" if cap else "every multiple of the output layer's"
+        text = f"its logits differ by {apart:.2g} of the largest from {rule}"
+        raise ConfigError(explain(f"train a {type(model).__name__}", text, "train another model"))
+    return 1.0 if cap or abs(scale - 1) <= bound else scale, cap
 
 
 def _require_the_same_twice(model: PreTrainedModel, way: Way, sequences: list[torch.Tensor]) -> None:

@@ -13,17 +13,17 @@ _BY_LENGTH = "rotary positions of kind dynamic"
 
 
 def unsupported(facts: ModelFacts) -> list[str]:
-    """Features that would train wrongly: logits that are bent after the output layer. Layers that mix the sequences of
-    a packed row, and factors of logits, are found on the loaded model (`proof.prove`)."""
-    problems = [f"logits with {change}" for change in facts.changed_logits if "cap" in change]
-    problems += ["an encoder beside the decoder"] * facts.is_encoder_decoder
-    return problems
+    """Features that would train wrongly. All but this one are found on the loaded model (`proof.prove`)."""
+    return ["an encoder beside the decoder"] * facts.is_encoder_decoder
 
 
 def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
     """See `BackendSpec.layout`."""
     check_heads(trainer.fsdp, facts, key)
     ranks = trainer.fsdp.context_parallel
+    if ranks > 1 and facts.changed_attention:
+        found, do = f"attention with {facts.changed_attention[0]}", "set trainer.fsdp.context_parallel to 1"
+        raise ConfigError(explain(f"trainer.fsdp.context_parallel={ranks}", f"the model at {key} has {found}", do))
     if ranks > 1 and (trainer.packing == "padded" or facts.mixing):
         found = f"the model at {key} has {facts.mixing}" if facts.mixing else "trainer.packing=padded"
         do = "set trainer.fsdp.context_parallel to 1"
