@@ -41,6 +41,7 @@ def packed_attention(
     """
     queries, keys, values = (_by_class(x, layout) for x in (query, key, value))
     parts: list[torch.Tensor] = []
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     for similar, q_NHD, k_NKD, v_NKD in zip(layout.classes, queries, keys, values, strict=True):
         q_SHLD, k_SKLD, v_SKLD = _pad(q_NHD, similar), _pad(k_NKD, similar), _pad(v_NKD, similar)
         # Padding is at the end, so a plain causal mask suffices; a window that cuts anything needs its own mask.
@@ -48,8 +49,7 @@ def packed_attention(
         if sliding_window is not None and similar.max_length > sliding_window:
             window = _band(similar.max_length, sliding_window, query.device)
         if sinks is not None:
-            scaling = scaling or query.shape[-1] ** -0.5
-            q_SHLD, k_SKLD, v_SKLD, window = _with_sinks(q_SHLD, k_SKLD, v_SKLD, window, sinks / scaling)
+            q_SHLD, k_SKLD, v_SKLD, window = _with_sinks(q_SHLD, k_SKLD, v_SKLD, window, sinks / scale)
         out_SHLD = scaled_dot_product_attention(
             q_SHLD,
             k_SKLD,
@@ -57,7 +57,7 @@ def packed_attention(
             attn_mask=window,
             dropout_p=dropout,
             is_causal=window is None,
-            scale=scaling,
+            scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         if sinks is not None:

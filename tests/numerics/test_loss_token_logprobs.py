@@ -16,23 +16,25 @@ def draw(dtype=torch.float32, bias=True):
     return hidden, weight, offset, torch.randint(0, V, (N,), generator=g), torch.randn(N, generator=g)
 
 
-def reference(hidden, weight, bias, targets, temperature):
-    logits = torch.nn.functional.linear(hidden, weight, bias).double() / temperature
+def reference(hidden, weight, bias, targets, temperature, cap=0.0):
+    logits = torch.nn.functional.linear(hidden, weight, bias).double()
+    logits = (cap * (logits / cap).tanh() if cap else logits) / temperature
     logp = logits.log_softmax(-1)
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 5, N, 10 * N])
 @pytest.mark.parametrize(("of_logprob", "of_entropy"), [(1, 0), (0, 1), (1, -0.5)])
-@pytest.mark.parametrize(("temperature", "bias"), [(1.0, True), (0.7, False)])
-def test_value_entropy_and_gradient(chunk_rows, of_logprob, of_entropy, temperature, bias):
+@pytest.mark.parametrize(("temperature", "bias", "cap"), [(1.0, True, 0.0), (0.7, False, 0.0), (0.7, True, 3.0)])
+def test_value_entropy_and_gradient(chunk_rows, of_logprob, of_entropy, temperature, bias, cap):
     found, expected = draw(bias=bias), [None if x is None else x.detach().double() for x in draw(bias=bias)]
     for x in expected[:3]:
         if x is not None:
             x.requires_grad_()
     targets, upstream = found[3], found[4]
-    logprobs, entropy = token_logprobs(*found[:3], targets, temperature=temperature, rules=LogitRules(chunk_rows * V))
-    wanted, wanted_entropy = reference(*expected[:3], targets, temperature)
+    rules = LogitRules(chunk_rows * V, cap=cap)
+    logprobs, entropy = token_logprobs(*found[:3], targets, temperature=temperature, rules=rules)
+    wanted, wanted_entropy = reference(*expected[:3], targets, temperature, cap)
     torch.testing.assert_close(logprobs.double(), wanted, atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(entropy.double(), wanted_entropy, atol=1e-5, rtol=1e-6)
     ((of_logprob * logprobs + of_entropy * entropy) * upstream).sum().backward()

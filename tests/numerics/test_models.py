@@ -1,5 +1,5 @@
-"""Every family of models that people train, tiny: how it is trained, whether the embedded engine samples from it, and the
-names of its tensors. What is found here stands in docs/models.md."""
+"""Every family of models that people train, tiny: how it is trained, whether the embedded engine samples from it, and
+the names of its tensors. What is found here stands in docs/models.md."""
 
 import json
 from pathlib import Path

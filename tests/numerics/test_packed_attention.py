@@ -136,6 +136,28 @@ def test_a_model_attends_by_the_kernel_as_by_classes():
     torch.testing.assert_close(found["by_the_words"], found["packed_rows"], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_take_weight_and_give_no_value(window):
+    """In value and gradient, as the softmax over one more logit."""
+    lengths = [9, 1, 30, 4]
+    query, key, value, grad = rows(sum(lengths), 0)
+    sinks = torch.randn(query.shape[1], generator=torch.Generator().manual_seed(1)).requires_grad_()
+    layout = PackedLayout.of(lengths, CPU)
+    found = packed_attention(query, key, value, layout, scaling=0.3, sliding_window=window, sinks=sinks)
+    expected, copies = [], query.shape[1] // key.shape[1]
+    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        seen = (distance >= 0) & (distance < (window or len(q)))
+        scores = (torch.einsum("ihd,jhd->hij", q, k) * 0.3).masked_fill(~seen, float("-inf"))
+        weights = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1).softmax(-1)[..., :-1]
+        expected.append(torch.einsum("hij,jhd->ihd", weights, v))
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
+    of = (query, key, value, sinks)
+    theirs, ours = (torch.autograd.grad(out, of, grad) for out in (torch.cat(expected), found))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 5])
 def test_torchs_kernel_for_lengths_computes_the_same_on_a_gpu(window):

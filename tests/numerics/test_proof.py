@@ -52,9 +52,10 @@ def model_of(config):
         (lambda: Cohere2Config(**SIZES, logit_scale=0.25, sliding_window=9), Way(PACKED_SDPA, scale=0.25)),
         (lambda: MiniCPM3Config(**SIZES | LATENT, dim_model_base=8), Way(PACKED_SDPA, scale=0.25)),
         (lambda: NemotronConfig(**SIZES), Way("sdpa", pads=True)),
+        (lambda: Gemma2Config(**SIZES, final_logit_softcapping=0.1), Way("eager", pads=True, cap=0.1)),
         (lambda: FalconH1Config(**SIZES, **MAMBA), Way("sdpa", pads=True)),
         (lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), Way("sdpa", pads=True)),
-        (lambda: GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1), Way("eager", pads=True)),
+        (lambda: GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1), PACKED),
         (
             lambda: Mamba2Config(
                 vocab_size=64, hidden_size=32, num_heads=4, head_dim=16, num_hidden_layers=2, state_size=8, n_groups=1
@@ -67,7 +68,7 @@ def test_the_first_way_that_is_exact_is_taken(config, way):
     model = model_of(config())
     found = prove(model, PACKED_SDPA)
     assert (found.attention, found.pads) == (way.attention, way.pads)
-    assert found.scale == pytest.approx(way.scale, rel=1e-5)
+    assert (found.scale, found.cap) == (pytest.approx(way.scale, rel=1e-5), way.cap)
     assert not model.training
     assert prove(model, PACKED_SDPA, "padded").pads
 
@@ -77,13 +78,26 @@ def test_the_first_way_that_is_exact_is_taken(config, way):
     [
         (lambda: FalconH1Config(**SIZES, **MAMBA), "packed", r"a sequence is changed by 0\.\d+"),
         (lambda: NemotronConfig(**SIZES), "packed", "packed with packed_sdpa: it cannot run"),
-        (lambda: Gemma2Config(**SIZES, final_logit_softcapping=0.1), "auto", "from every multiple of the output layer"),
         (lambda: SeedOssConfig(**SIZES, residual_dropout=0.5), "auto", "two passes in training differ by"),
     ],
 )
 def test_what_no_way_computes_exactly_is_refused_with_the_number(config, packing, reason):
     with pytest.raises(ConfigError, match=reason):
         prove(model_of(config()), PACKED_SDPA, packing)
+
+
+@pytest.mark.parametrize(
+    ("bend", "cap", "reason"),
+    [
+        (lambda logits: logits + logits.square(), 0.0, "from every multiple of the output layer"),
+        (lambda logits: logits.clamp(-0.1, 0.1), 0.1, "from the output layer's with the cap 0.1"),
+    ],
+)
+def test_logits_that_are_bent_otherwise_are_refused(bend, cap, reason):
+    model = model_of(Qwen3Config(**SIZES, final_logit_softcapping=cap))
+    model.register_forward_hook(lambda module, args, output: setattr(output, "logits", bend(output.logits)) or output)
+    with pytest.raises(ConfigError, match=reason):
+        prove(model, PACKED_SDPA)
 
 
 def test_weights_that_are_no_numbers_are_refused():

@@ -67,14 +67,14 @@ def check_engine_args(rollout: RolloutConfig, facts: ModelFacts) -> None:
 
 def _check_architecture(facts: ModelFacts) -> None:
     """Raises ConfigError: vLLM's registry says that this version, or this installation, does not run the model."""
-    asked = f"rollout.engine=vllm with {facts.name}"
+    asked = f"run {facts.name} by engine vllm"
     if facts.other_inputs and find_spec("torchvision") is None:
         found = f"its files also describe other inputs ({facts.other_inputs[0]}), for which vLLM needs torchvision"
         raise ConfigError(explain(asked, found, "install the build of torchvision for the installed torch"))
     ended = re.search(rf'"{facts.architecture}": "(.+)"', _source("model_executor/models/registry.py"))
     if ended and facts.mixing:  # by way of transformers vLLM runs the others; named is the last version, or a plugin
         found = f"vLLM {version_of(_DISTRIBUTIONS)} has no such architecture any more: it names {ended[1]}"
-        raise ConfigError(explain(asked, found, "set rollout.engine=torch or sglang, or install that"))
+        raise ConfigError(explain(asked, found, "choose another engine, or install that"))
 
 
 def _source(name: str) -> str:

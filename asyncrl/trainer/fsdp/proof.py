@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 Packing = Literal["auto", "packed", "padded"]
 _LENGTHS = (21, 7, 37)
 _PADDED = ("sdpa", "eager")
-"""Attention of padded rows, the faster one first: not all models have it, and it leaves out caps."""
+"""Attention of padded rows, the faster one first: not all models have it, and it leaves out the caps of scores, which
+short random sequences may not reach."""
 _BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest difference that is rounding, relative to the largest value: of any token in float32, of the mean token in 16
 bits, where a router that is near a tie takes another expert."""
@@ -148,7 +149,9 @@ def prove(model: PreTrainedModel, attention: str, packing: Packing = "auto", *, 
             raise ConfigError(explain(f"train a {type(model).__name__}", found, do))
         scale, cap = _head_of(model, sequences[0], alone[0], bound) if head else (1.0, 0.0)
         tried = [Way(attention, scale=scale, cap=cap)] if packing != "padded" else []
-        tried += [Way(name, pads=True, scale=scale, cap=cap) for name in _PADDED] if packing != "packed" else []
+        caps = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+        names = _PADDED[1:] if caps else _PADDED
+        tried += [Way(name, pads=True, scale=scale, cap=cap) for name in names] if packing != "packed" else []
         why: list[str] = []
         for way in tried:
             found = _apart(model, way, sequences, alone)
