@@ -22,7 +22,7 @@ from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import LossFunction, Output, Part, Peers, StepModels, TokenOutputs
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import SendingRank, TensorSpec
-from asyncrl.weights.experts import unfused
+from asyncrl.weights.stored_layout import StoredLayout
 
 FILE = "state.pt"
 
@@ -88,6 +88,7 @@ class PlainBackend:
         torch.manual_seed(spec.seed)
         self._spec = spec
         self._policy = causal_lm = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32)
+        self._layout = StoredLayout.of(causal_lm)
         policy = PlainModel(causal_lm, partial(_outputs, causal_lm), trainer, trainer.max_grad_norm)
         critic = reference = None
         if algorithm.needs_critic:
@@ -116,7 +117,8 @@ class PlainBackend:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._policy.named_parameters():  # a tied tensor comes once
-            yield from unfused(name, tensor.detach().to(getattr(torch, self._spec.model.inference_dtype)))
+            served = tensor.detach().to(getattr(torch, self._spec.model.inference_dtype))
+            yield from self._layout.split(name, served)
 
     def capture(self) -> None:
         live = {"random": torch.get_rng_state(), "models": [model.state() for model in self._trained]}

@@ -32,8 +32,7 @@ from asyncrl.errors import DeadlineExceeded, WeightTransferError
 from asyncrl.inference.engine import InferenceEngine, StagingEngine
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import Digest, PauseMode, TensorSpec, TransferSource
-from asyncrl.weights.experts import routers_of
+from asyncrl.types import Digest, PauseMode, TensorSpec, TransferSource, routers_of
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transport import WeightSender

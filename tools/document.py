@@ -1,6 +1,6 @@
 """Writes the generated parts of the documents: recipe keys, events, metrics, replicas, folders, loops.
 
-    python tools/document.py            # writes docs/{recipes,metrics,run_directory,replicas,architecture,dataflow}.md
+    python tools/document.py            # writes them, see PARTS
     python tools/document.py --check    # exit code 1 when one of them is out of date
 
 Each part stands between two marker lines; the prose around it is written by hand. The meaning of a key is the
@@ -14,6 +14,7 @@ import argparse
 import ast
 import inspect
 import itertools
+import json
 import re
 import sys
 import types
@@ -257,6 +258,21 @@ def loops() -> str:
     return "\n\n".join(parts)
 
 
+def families() -> str:
+    """A row for each family of tests/families.json, and the types of models that are not among them."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    configs = json.loads((ROOT / "tests/families.json").read_text())
+    found = json.loads((ROOT / "benchmarks/results/models.json").read_text())
+    lines = ["| family | trainer | embedded engine | vLLM: nats a token at lag 0 |", "|---|---|---|---|"]
+    for name, row in found.items():
+        kind = configs[name]["model_type"]
+        family = f"{name} ({kind})" if kind != name else name
+        lines.append(f"| {family} | {row['trainer']} | {row['torch']} | {escape(row.get('vllm', 'not tried'))} |")
+    others = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {config["model_type"] for config in configs.values()})
+    return "\n".join([*lines, "", f"Not yet tried: {', '.join(others)}."])
+
+
 def contract_of(docstring: str) -> dict[str, str]:
     """Label -> text, in the order of the docstring; a text ends at the next label or at an empty line."""
     labels = "|".join(CONTRACT)
@@ -272,6 +288,7 @@ PARTS: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("docs/replicas.md", "replica transitions", replica_transitions),
     ("docs/architecture.md", "rooms", rooms),
     ("docs/dataflow.md", "loops", loops),
+    ("docs/models.md", "families", families),
 )
 
 

@@ -30,8 +30,6 @@ from asyncrl.errors import AsyncRLError, ConfigError, WeightTransferError, expla
 from asyncrl.json_records import from_plain
 from asyncrl.trainer.backend import CheckpointReader
 from asyncrl.trainer.backends import BACKENDS, open_checkpoint
-from asyncrl.weights.encodings.base import BaseWeights
-from asyncrl.weights.stored_layout import StoredLayout
 
 if TYPE_CHECKING:
     import torch
@@ -223,6 +221,9 @@ def _whole(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """`weights` in `dtype`, or in float32 where the files at `model.path` keep that among 16-bit tensors; then the
     tensors of the files that training does not see (layers that predict several tokens ahead)."""
+    from asyncrl.weights.encodings.base import BaseWeights
+    from asyncrl.weights.stored_layout import StoredLayout
+
     try:
         base = BaseWeights(model.path, model.revision)
     except WeightTransferError:  # no safetensors files

@@ -135,7 +135,7 @@ OWN_ENGINE_ARGS = frozenset([
     "weight_transfer_config", "additional_config", "pipeline_parallel_size",
     "decode_context_parallel_size", "nnodes", "enable_lora", "runner", "convert",
     "kv_transfer_config", "disable_log_stats", "prefill_context_parallel_size", "node_rank", "model_weights",
-    "quantization", "enable_return_routed_experts", "aux_output_config",
+    "quantization", "enable_return_routed_experts", "aux_output_config", "language_model_only",
 ])  # fmt: skip
 """Arguments of vLLM that the adapter sets, or that it does not work with, as with all names in `data_parallel...` and
 `spec...`."""

@@ -22,7 +22,7 @@ from asyncrl.weights.stored_layout import StoredLayout
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = json.loads((ROOT / "tests/families.json").read_text())
-FOUND = json.loads((ROOT / "docs/models.json").read_text())
+FOUND = json.loads((ROOT / "benchmarks/results/models.json").read_text())
 LENGTH = 256
 
 

