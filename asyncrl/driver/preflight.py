@@ -164,7 +164,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
 
 def with_fitting_batch(recipe: Recipe, found: Preflight, loaded: Loaded) -> tuple[Recipe, Preflight]:
     """The recipe with a micro-batch that fits this machine, and the findings with a note on it."""
-    trainer, why = recipe.trainer, found.facts.mixing
+    trainer, why = recipe.trainer, found.facts.padding
     if trainer.backend == "fsdp" and trainer.packing == "auto" and why:
         recipe = replace(recipe, trainer=replace(trainer, packing="padded"))
         found = replace(found, notes=(*found.notes, f"trainer.packing=padded: the model has {why}"))

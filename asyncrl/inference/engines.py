@@ -238,7 +238,4 @@ def _what_works(rollout: RolloutConfig, facts: ModelFacts, section: str) -> Iter
     for name in STANDALONE:
         if name != engine and not ENGINES[name].unsupported(facts, length):
             yield f"set {section}engine={name}"
-    window = facts.sliding_window
-    if window and window < length and not ENGINES[engine].unsupported(facts, window):
-        yield f"lower {section}{engine}.max_model_len to {window}"
     yield "use a decoder-only model of text with full attention, such as Qwen2, Qwen3 (also MoE) or Llama"

@@ -104,6 +104,12 @@ class ModelFacts:
         return f"layers of kind {', '.join(kinds)}" if kinds else ""
 
     @property
+    def padding(self) -> str:
+        """Why rows of the model are padded (`trainer/fsdp/proof.py`), in words; empty where that is not known."""
+        caps = [f"attention with {change}" for change in self.changed_attention if "capping" in change]
+        return ", ".join(filter(None, [self.mixing, *caps]))
+
+    @property
     def name(self) -> str:
         """The model as a message names it."""
         return f"model.path={self.path}" + (f" ({self.architecture})" if self.architecture else "")

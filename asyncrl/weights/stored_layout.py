@@ -35,7 +35,9 @@ class StoredPart:
     offset: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """`whole`: contiguous."""
+        """`whole`: contiguous, or ValueError is raised."""
+        if not whole.is_contiguous():
+            raise ValueError(f"the parts of {self.name} are places in contiguous memory")
         return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.offset)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Sequence
@@ -36,6 +37,8 @@ def last_logged_error() -> str:
     """The last exception in the file that this process and the engine's processes have as stderr; empty if there is
     none. Packages often say only that another process failed."""
     try:
+        if not stat.S_ISREG(os.fstat(2).st_mode):  # a terminal or a pipe cannot be read
+            return ""
         with open("/proc/self/fd/2", "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
             found = _EXCEPTION.findall(file.read().decode(errors="replace"))

@@ -151,7 +151,7 @@ class Publication:
             if self._scale is not None and name.endswith(LORA_B):
                 whole = whole * self._scale
             for part in self._parts(name, tensor):
-                yield part.name, part.of(whole).contiguous()
+                yield part.name, part.of(whole.contiguous()).contiguous()
 
     def _parts(self, name: str, tensor: torch.Tensor) -> tuple[StoredPart, ...]:
         stored = name if self._scale is None else self._layout.of_factor(name)

@@ -24,11 +24,11 @@ def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
     if ranks > 1 and facts.changed_attention:
         found, do = f"attention with {facts.changed_attention[0]}", "set trainer.fsdp.context_parallel to 1"
         raise ConfigError(explain(f"trainer.fsdp.context_parallel={ranks}", f"the model at {key} has {found}", do))
-    if ranks > 1 and (trainer.packing == "padded" or facts.mixing):
-        found = f"the model at {key} has {facts.mixing}" if facts.mixing else "trainer.packing=padded"
+    if ranks > 1 and (trainer.packing == "padded" or facts.padding):
+        found = f"the model at {key} has {facts.padding}" if facts.padding else "trainer.packing=padded"
         do = "set trainer.fsdp.context_parallel to 1"
         raise ConfigError(explain(f"trainer.fsdp.context_parallel={ranks}", f"{found}: rows are padded", do))
-    if trainer.router_replay != "off" and (trainer.packing == "padded" or facts.mixing):
+    if trainer.router_replay != "off" and (trainer.packing == "padded" or facts.padding):
         found = "rows are padded, and the recorded experts are those of a packed row"
         raise ConfigError(explain(f"trainer.router_replay={trainer.router_replay}", found, "set it to off"))
 

@@ -13,6 +13,8 @@ import torch
 from asyncrl.errors import WeightTransferError, explain
 from asyncrl.weights.encodings.lora import LORA_A, LORA_B, adapted
 
+_STEM = "model"
+"""How the names of the files begin that transformers reads."""
 _COMPUTED = ".rotary_emb.inv_freq"
 """Suffix of names in old checkpoints that no model reads."""
 
@@ -73,7 +75,7 @@ class BaseWeights:
         if not directory.is_dir():
             from huggingface_hub import snapshot_download
 
-            patterns = ["*.safetensors", "*.safetensors.index.json"]
+            patterns = [f"{_STEM}*.safetensors", f"{_STEM}.safetensors.index.json"]
             directory = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
         self._path = path
         self._file_of = _open(directory)
@@ -126,11 +128,11 @@ def _open(directory: Path) -> dict[str, Any]:
     """The mapped file of each tensor, in the order of the files."""
     from safetensors import safe_open
 
-    index = directory / "model.safetensors.index.json"
+    index, single = directory / f"{_STEM}.safetensors.index.json", directory / f"{_STEM}.safetensors"
     if index.is_file():
         wanted = {directory / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-    else:
-        wanted = set(directory.glob("*.safetensors"))
+    else:  # a repository may have the weights a second time, under other names
+        wanted = {single} if single.is_file() else set(directory.glob("*.safetensors"))
     found: dict[str, Any] = {}
     for file in sorted(wanted):
         stored = safe_open(file, framework="pt")
