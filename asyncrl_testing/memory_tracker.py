@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from asyncrl.config.trainer import TrainerConfig
-from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
+from asyncrl.trainer.fsdp.attention import PACKED_ROWS, register_packed_attention
 from asyncrl.trainer.fsdp.context import ContextRanks, RowPart
 from asyncrl.trainer.fsdp.model import shard
 from asyncrl.trainer.fsdp.optimizer import Update
@@ -51,7 +51,7 @@ def tracked_peak(config: Mapping[str, Any], trainer: TrainerConfig, tokens: int)
         with FakeTensorMode(allow_non_fake_inputs=True):
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(
-                    AutoConfig.for_model(**config), attn_implementation=PACKED_SDPA, dtype=torch.float32
+                    AutoConfig.for_model(**config), attn_implementation=PACKED_ROWS, dtype=torch.float32
                 )
             model.tie_weights()
             if fsdp.activation_checkpointing:

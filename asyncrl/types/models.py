@@ -210,7 +210,7 @@ def drop_towers(model: Any) -> list[str]:
         own = [id(parameter) for parameter in module.parameters()]
         if own and kept.isdisjoint(own) and not name.startswith(tuple(f"{outer}." for outer in dropped)):
             parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, None)
+            model.get_submodule(parent).register_module(last, None)
             dropped.append(name)
     return dropped
 
