@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import wraps
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from asyncrl.errors import WeightTransferError, explain
 
+_NUMBER = re.compile(r"\d+")
 _QUANTIZATION = "vllm.model_executor.layers.quantization."
 """Where vLLM's methods of quantised layers are."""
 
@@ -57,6 +59,12 @@ class FilledLayers:
             if not self._loading:
                 self.ignored[name] = tensor
         self._loading = set()
+
+    def of_no_layer(self) -> str | None:
+        """One of the `ignored` tensors, if no tensor that differs in numbers only was taken. Otherwise it is of an
+        expert that another worker holds."""
+        taken = {_NUMBER.sub("", name) for name, layers in self._filled.items() if layers}
+        return next((name for name in self.ignored if _NUMBER.sub("", name) not in taken), None)
 
     def layers_of(self, names: Collection[str]) -> list[str]:
         """Paths of the layers that these tensors fill."""

@@ -27,6 +27,7 @@ from asyncrl.inference.vllm.filled_layers import FilledLayers
 from asyncrl.weights.encodings.decoder import Decoder
 
 _DO = "publish all of named_weights()"
+_OTHER_ENGINE = "serve this model with another engine (rollout.engine)"
 
 
 class Reload:
@@ -69,13 +70,15 @@ class Reload:
         published = load_named(self._model, self.filled.noted(tensors), "vLLM")[0]
         self.names.require(published, names)
         self._require_whole()
-        untouched = self._untouched()
-        if self.filled.ignored:
-            self._load_in_place(self.filled.ignored, untouched)
-            self.filled.ignored = {}
+        untouched, ignored = self._untouched(), self.filled.ignored
+        if ignored and untouched:
+            self._load_in_place(ignored, untouched)
         elif names is None and untouched and not self.names.known:
             found, do = f"nothing came for {len(untouched)} layers, the first is {next(iter(untouched))}", _DO
             raise WeightTransferError(explain("all tensors of the model", found, do))
+        elif self.names.known and (unknown := self.filled.of_no_layer()):
+            raise WeightTransferError(explain("load a publish", f"vLLM ignores {unknown}", _OTHER_ENGINE))
+        self.filled.ignored = {}
 
     def abandon(self) -> None:
         """Restores the old tensors of every incomplete layer. The model is then complete, although of mixed versions,
@@ -127,10 +130,9 @@ class Reload:
             for name, parameter in layer.named_parameters(recurse=False)
             if parameter.isnan().all()
         ]
-        if empty or (self.names.known and not layers):
+        if empty:
             found = f"vLLM ignores some of {', '.join(list(tensors)[:5])}; {', '.join(empty[:3])} stays as it was"
-            do = "serve this model with another engine (rollout.engine)"
-            raise WeightTransferError(explain("load a publish", found, do))
+            raise WeightTransferError(explain("load a publish", found, _OTHER_ENGINE))
         for layer in layers.values():
             self._process(layer)
 
