@@ -234,11 +234,14 @@ def _whole(
         written.add(name)
         yield name, tensor if name in base.exact else tensor.to(dtype)
     unseen = [name for name in base.names if name not in written and name not in layout.aliases]
-    if unseen and written.issuperset(layout.shapes) and layout.shapes.keys() <= set(base.names):
-        plain_console().print(
-            f"{len(unseen)} tensors that were not trained are those of {model.path}, the first is {unseen[0]}"
-        )
-        yield from ((name, base.tensor(name)) for name in unseen)
+    if not unseen:
+        return
+    named, text = f"{len(unseen)} tensors of {model.path}, the first is {unseen[0]}", plain_console().print
+    if not (written.issuperset(layout.shapes) and layout.shapes.keys() <= set(base.names)):
+        text(f"left out, since the files name the trained ones otherwise: {named}")
+        return
+    text(f"kept, since they were not trained: {named}")
+    yield from ((name, base.tensor(name)) for name in unseen)
 
 
 def _shards(weights: Iterator[tuple[str, torch.Tensor]], max_shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

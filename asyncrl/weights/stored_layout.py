@@ -3,7 +3,6 @@ fuse what the files keep apart (the experts of a layer), or name it otherwise.""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,6 @@ from asyncrl.weights.encodings.base import BaseWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 _DO = "pass --model DIRECTORY, the model that was trained"

@@ -12,8 +12,8 @@ from tests.processes import ROOT
 from tests.structure.trees import tree_of
 
 PACKAGE = ROOT / "asyncrl"
-LINES = 45_757
-LINES_OF_TESTS = 41_205
+LINES = 45_758
+LINES_OF_TESTS = 41_229
 FILES = 460
 PROTOCOLS = 32
 REFUSALS = 132

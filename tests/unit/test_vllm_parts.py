@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Generati
 from asyncrl.inference.sglang import support as sglang_support
 from asyncrl.inference.shared import package_probe, tensor_feed
 from asyncrl.inference.shared.engine_queue import EngineQueue
+from asyncrl.inference.shared.process_engine import last_logged_error
 from asyncrl.inference.shared.publish_calls import agree
 from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import spans_of
@@ -364,6 +366,32 @@ def test_a_stored_model_that_needs_no_finishing_is_loaded(monkeypatch):
     assert torch.compiler.load_compiled_function is completing
     assert [completing(i)._artifacts.compiled_fn for i in (0, 1)] == functions
     assert [function.finalize_loading(None) for function in functions] == [None, "finished"]
+
+
+def test_an_architecture_that_vllm_has_dropped_is_refused_unless_transformers_stands_in(monkeypatch):
+    registry = '    "BambaForCausalLM": "0.23.0",\n    "Dots1ForCausalLM": "0.23.0",\n'
+    monkeypatch.setattr(support, "_source", lambda name: registry)
+    rollout = RolloutConfig(engine="vllm")
+    hybrid = {"architectures": ["BambaForCausalLM"], "model_type": "bamba", "mamba_d_state": 16}
+    with pytest.raises(ConfigError, match=r"no such architecture any more: it names 0\.23\.0"):
+        support.check_engine_args(rollout, ModelFacts.of_config("m", hybrid))
+    plain = {"architectures": ["Dots1ForCausalLM"], "model_type": "dots1"}
+    support.check_engine_args(rollout, ModelFacts.of_config("m", plain))
+
+
+def test_the_last_exception_of_the_log_is_found_and_a_pipe_is_not_read():
+    kept, (_, end) = os.dup(2), os.pipe()
+    try:
+        with tempfile.TemporaryFile() as log:
+            os.dup2(log.fileno(), 2)
+            os.write(
+                2, b"(E) x] NotImplementedError: only for CUDA\nRuntimeError: See root cause above\n"
+            )
+            assert last_logged_error() == "NotImplementedError: only for CUDA"
+        os.dup2(end, 2)
+        assert last_logged_error() == ""
+    finally:
+        os.dup2(kept, 2)
 
 
 def test_other_arguments_of_vllm_are_passed_on_and_asyncrls_own_are_refused():
