@@ -13,7 +13,7 @@ from tests.structure.trees import tree_of
 
 PACKAGE = ROOT / "asyncrl"
 LINES = 45_758
-LINES_OF_TESTS = 41_229
+LINES_OF_TESTS = 41_227
 FILES = 460
 PROTOCOLS = 32
 REFUSALS = 132

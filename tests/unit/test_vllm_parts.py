@@ -384,9 +384,7 @@ def test_the_last_exception_of_the_log_is_found_and_a_pipe_is_not_read():
     try:
         with tempfile.TemporaryFile() as log:
             os.dup2(log.fileno(), 2)
-            os.write(
-                2, b"(E) x] NotImplementedError: only for CUDA\nRuntimeError: See root cause above\n"
-            )
+            os.write(2, b"(E) x] NotImplementedError: only for CUDA\nRuntimeError: See root cause above\n")
             assert last_logged_error() == "NotImplementedError: only for CUDA"
         os.dup2(end, 2)
         assert last_logged_error() == ""
