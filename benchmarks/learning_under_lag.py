@@ -3,7 +3,8 @@
     python benchmarks/learning_under_lag.py rates updates partial --workers 2   # 65 minutes on 2 quiet cores
     python benchmarks/learning_under_lag.py wall                                # 20 minutes, one run at a time
     python benchmarks/learning_under_lag.py real --workers 2                    # a pretrained model: 10 minutes a run
-    python benchmarks/learning_under_lag.py real_wall                           # the same in real runs, 12 minutes each
+    python benchmarks/learning_under_lag.py real_wall                           # its modes in real runs, 12 minutes each
+    python benchmarks/learning_under_lag.py real_rate                           # ten times its rate: guard, LoRA
     python benchmarks/learning_under_lag.py report                              # tables and picture of what is there
 
 Each part is a list of cells times seeds (`GRIDS`). A run adds one line to benchmarks/results/learning_under_lag.jsonl
@@ -14,8 +15,8 @@ generates the groups of step g + lag under version g, and the FSDP backend train
 the queue's own accounting, the planner and the objective of a real run. Before step `lag` there is no version that old:
 tokens of step g lag by g. `partial` generates only some tokens of a response between two steps, so that long responses
 are of several versions, as in a run that interrupts and resumes them. `wall` runs `asyncrl-train`, where the lag is
-what the machine makes of it. Model and data are those of the quickstart (`make quickstart` makes them), in `real` and
-`real_wall` those of recipes/quickstart_real.yaml (`make real-model`).
+what the machine makes of it. Model and data are those of the quickstart (`make quickstart` makes them), in `real*`
+those of recipes/quickstart_real.yaml (`make real-model`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SEEDS = 4
 STEPS, EVAL_STEPS = 50, (25, 50)
 WALL_STEPS, WALL_PROMPTS, WALL_EVAL_EVERY = 40, 128, 5
 REAL, REAL_RATE, REAL_STEPS, REAL_EVAL_STEPS = "quickstart_real", 2e-5, 40, (5, 10, 20, 30, 40)
-REAL_WALL_STEPS, REAL_WALL_EVAL_EVERY = 60, 10
+REAL_WALL_STEPS, REAL_WALL_EVAL_EVERY = 60, 5
 RATE, RATES = 5e-4, (2.5e-4, 5e-4, 1e-3)
 PACES, PACE_SHARES = (8, 4, 2, 1), (0.5, 0.25, 0.125, 0.125)
 """Part `partial`: how many tokens a trajectory gets between two steps, and the shares of trajectories with each pace.
@@ -123,6 +124,11 @@ GRIDS: dict[str, tuple[Cell, ...]] = {
             (0, REAL_RATE, ""),
             (1, REAL_RATE, "mode=one_step_off"),
             (2, REAL_RATE, ""),
+        )
+    ),
+    "real_rate": tuple(
+        Cell("wall", IN_REAL[1], lag, lr, recipe=REAL, more=more)
+        for lag, lr, more in (
             (2, 10 * REAL_RATE, ""),
             (2, 10 * REAL_RATE, "staleness.guard=act"),
             (2, 10 * REAL_RATE, "trainer.lora.rank=16 trainer.lora.alpha=32 trainer.lora.target_modules=[all-linear]"),
