@@ -3,7 +3,7 @@
     python benchmarks/learning_under_lag.py rates updates partial --workers 2   # 65 minutes on 2 quiet cores
     python benchmarks/learning_under_lag.py wall                                # 20 minutes, one run at a time
     python benchmarks/learning_under_lag.py real --workers 2                    # a pretrained model: 10 minutes a run
-    python benchmarks/learning_under_lag.py real_wall                           # its modes in real runs, 12 minutes each
+    python benchmarks/learning_under_lag.py real_wall                           # its modes, 12 minutes a run
     python benchmarks/learning_under_lag.py real_rate                           # ten times its rate: guard, LoRA
     python benchmarks/learning_under_lag.py report                              # tables and picture of what is there
 
