@@ -151,7 +151,15 @@ class Recipe:
             require_turns(self.mode, self.rollout, staleness, self.eval)
             require_wakes(self.rollout, self.trainer, self.weights, keeps_requests=not self.empties_queue)
             object.__setattr__(self, "rollout", with_sleep(self.rollout))
-        if self.trainer.router_replay == "rollout":
+        replays = self.trainer.router_replay == "rollout"
+        asked = "trainer.router_replay=rollout" if replays else "algorithm.router_aux_coefficient"
+        require(
+            not self.trainer.compile or not (replays or self.algorithm.router_aux_coefficient),
+            asked=f"{asked} with trainer.compile",
+            found="the choice of experts is read and replaced in layers that are not compiled",
+            do="leave trainer.compile out",
+        )
+        if replays:
             object.__setattr__(self, "rollout", with_experts(self.rollout))
 
     def _resolve_lengths(self) -> None:

@@ -197,12 +197,6 @@ class TrainerConfig:
         )
         require_device("trainer.device", self.device)
         require(
-            self.router_replay == "off" or not self.compile,
-            asked=f"trainer.router_replay={self.router_replay} with trainer.compile",
-            found="recorded experts are put into the routers of layers that are not compiled",
-            do="set trainer.router_replay=off, or leave trainer.compile out",
-        )
-        require(
             self.decay_steps is None or self.decay_steps > self.warmup_steps,
             asked=f"trainer.decay_steps={self.decay_steps} with trainer.warmup_steps={self.warmup_steps}",
             found="the learning rate would end before it has risen",

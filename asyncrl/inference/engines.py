@@ -12,7 +12,7 @@ from asyncrl.config.checks import require
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.inference.engine import InferenceEngine
-from asyncrl.types import ROUTED, ModelFacts
+from asyncrl.types import ModelFacts
 
 _TORCH_LAYERS = {"full_attention", "sliding_attention"}
 SCRATCH = "{scratch}"
@@ -191,12 +191,12 @@ def require_recording(engine: str, array: str, asked: str, *, on_cpu: bool) -> N
 
 
 def require_routers(facts: ModelFacts) -> None:
-    """Raises ConfigError: the model has no known routers to record."""
+    """Raises ConfigError: the model has no experts to record."""
     require(
-        facts.model_type is None or facts.model_type in ROUTED,
+        facts.model_type is None or facts.num_experts > 0,
         asked=f"trainer.router_replay=rollout with {facts.name}",
-        found="it has no routers that are known here",
-        do=f"set trainer.router_replay=off, or train a mixture of experts ({', '.join(ROUTED)})",
+        found="it has no experts",
+        do="set trainer.router_replay=off, or train a mixture of experts",
     )
 
 

@@ -26,8 +26,6 @@ HOW_TO_TIE = (
     "set tie_word_embeddings to false in config.json if the output layer of the files counts; otherwise save the model "
     "without it"
 )
-ROUTED = ("qwen2_moe", "qwen3_moe")
-"""Model types whose routers are known (`routers_of`)."""
 _NOISE = ("dropout", "dropout_prob", "dropout_p", "pdrop", "layerdrop", "jitter_noise")
 """Words in the keys of noise that training code may add: dropout, and jitter of routers."""
 _RECURRENT = ("mamba_", "ssm_", "linear_conv_", "lru_", "conv_L_cache", "state_size", "rescale_every")
@@ -194,6 +192,16 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
+def on_meta(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The model of text of a Hugging Face config, on the meta device."""
+    import torch
+
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    drop_towers(model)
+    return model
+
+
 def decoder_of(model: Any) -> Any:
     """The layers that text passes: token ids to hidden states."""
     found = model.get_decoder()
@@ -276,11 +284,3 @@ def _kinds(text: Mapping[str, Any], *, slides: bool) -> Iterator[str]:
         yield "mamba" if recurrent.startswith(("mamba_", "ssm_", "state_size")) else "recurrent"
     else:
         yield "sliding_attention" if slides else "full_attention"
-
-
-def routers_of(model: Any) -> list[Any]:
-    """The routers of a Hugging Face model in layer order; empty unless its type is in `ROUTED`. A router returns logits
-    [tokens, E], weights of the chosen experts [tokens, k], and their indices [tokens, k] int64."""
-    if model.config.model_type not in ROUTED:
-        return []
-    return [layer.mlp.gate for layer in decoder_of(model).layers if hasattr(layer.mlp, "experts")]

@@ -14,7 +14,7 @@ import zmq
 from asyncrl.inference.sglang.outputs import ExpertRows, output_of
 from asyncrl.inference.sglang.sampling_params import Asked
 from asyncrl.inference.shared.stamped_stream import Output, end_output
-from asyncrl.types.models import expert_layers_of
+from asyncrl.kernels.routers import expert_layers
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,11 @@ class Host:
         self._workers = engine.server_args.tp_size
         self._abilities = abilities()
         self._incremental = bool(getattr(engine.server_args, "incremental_streaming_output", False))
-        config = self._manager.model_config.hf_text_config
-        self._experts = ExpertRows(getattr(config, "num_hidden_layers", 0), expert_layers_of(config.to_dict()))
+        self._experts: ExpertRows | None = None
+        if getattr(engine.server_args, "enable_return_routed_experts", False):
+            found = self._manager.model_config
+            chosen = expert_layers(found.hf_config.to_dict())
+            self._experts = ExpertRows(found.hf_text_config.num_hidden_layers, chosen)
         self._filter = LogitFilter.to_str()
         self._send = send
         self._outputs: list[Output] = []

@@ -228,7 +228,7 @@ class TorchEngine:
             max_model_len=self._settings.context_tokens,
             vocab_size=self._runner.vocab_size,
             scores=True,
-            records=("kept_ids", "experts") if self._runner.recorder.row else ("kept_ids",),
+            records=("kept_ids", "experts") if self._runner.expert_row else ("kept_ids",),
         )
         if request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")

@@ -79,7 +79,7 @@ class DecodeLoop:
         self.runner = runner
         self._commands = commands
         self._report = report
-        self._slots = SlotTable(num_slots, chunk_tokens, runner.recorder.row)
+        self._slots = SlotTable(num_slots, chunk_tokens, runner.expert_row)
         self._waiting: deque[GenerationRequest] = deque()
         self._scoring: deque[GenerationRequest] = deque()
         """Requests that only score given tokens (`score_from`); they take no slot."""

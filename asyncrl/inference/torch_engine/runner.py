@@ -18,6 +18,7 @@ from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, Sl
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
 from asyncrl.inference.torch_engine.sampling import log_softmax
 from asyncrl.inference.torch_engine.slots import Moves
+from asyncrl.kernels.routers import RouterTaps
 from asyncrl.types import (
     HOW_TO_TIE,
     UNTIED,
@@ -26,7 +27,6 @@ from asyncrl.types import (
     decoder_of,
     drop_towers,
     misfit,
-    routers_of,
     settle,
 )
 
@@ -115,12 +115,14 @@ class ModelRunner:
         self._visible = torch.zeros((), dtype=self._dtype, device=self._device)
         self._hidden = torch.full((), float("-inf"), dtype=self._dtype, device=self._device)
         self._released: dict[str, ReleasedMemory] = {}
-        self.recorder = ExpertRecorder(model)
+        self._taps = RouterTaps(model)
+        self.expert_row = (len(self._taps.layers), self._taps.per_token) if self._taps.layers else None
 
     def decode_and_record(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-        """Like `decode`, and the experts that the routers chose, [n, *recorder.row] int16."""
-        self.recorder.begin()
-        return self.decode(tokens, lengths), self.recorder.end()
+        """Like `decode`, and the experts that the routers chose, [n, *expert_row] int16."""
+        with self._taps.recorded() as choices:
+            logits = self.decode(tokens, lengths)
+        return logits, torch.stack([c.experts for c in choices], 1).cpu().numpy().astype(np.int16)
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         """Feeds one token per slot, at position `lengths[i]`; returns logits [n, vocabulary] float32.
@@ -244,36 +246,3 @@ def _scored(parts: list[tuple[torch.Tensor, ...]]) -> tuple[np.ndarray, dict[str
     if not top_ids.shape[1]:
         return logprobs, {}
     return logprobs, {"top_ids": top_ids.astype(np.int32), "top_logprobs": top_logprobs}
-
-
-# Recording of the experts that routers choose while the embedded engine decodes.
-
-
-class ExpertRecorder:
-    """Records the routers' choices of one forward pass. Owns a hook on each router.
-
-    Attributes:
-        row: (L, k): layers with experts, and experts per token in each; None for a model without routers.
-    """
-
-    def __init__(self, model: Any) -> None:
-        routers = routers_of(model)
-        self.row = (len(routers), int(model.config.num_experts_per_tok)) if routers else None
-        self._is_on = False
-        self._chosen: list[torch.Tensor] = []
-        for router in routers:
-            router.register_forward_hook(self._keep)
-
-    def begin(self) -> None:
-        """Starts recording."""
-        self._is_on = True
-
-    def end(self) -> np.ndarray:
-        """Stops recording. Returns [tokens, L, k] int16, the choices of the one forward pass since `begin`."""
-        self._is_on = False
-        chosen, self._chosen = self._chosen, []
-        return torch.stack(chosen, dim=1).cpu().numpy().astype(np.int16)
-
-    def _keep(self, router: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        if self._is_on:
-            self._chosen.append(output[2])

@@ -17,8 +17,8 @@ from asyncrl.inference.vllm.launch import Launcher, death_of
 from asyncrl.inference.vllm.publish_calls import VllmPublishCalls
 from asyncrl.inference.vllm.sampling_params import sampling_params
 from asyncrl.inference.vllm.streams import VllmStream
+from asyncrl.kernels.routers import expert_layers
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TransferSource
-from asyncrl.types.models import expert_layers_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,8 @@ class VllmEngine(ProcessEngine[VllmStream]):
         self._launcher.start()
         self._llm = await asyncio.shield(asyncio.wrap_future(self._launcher.started))
         self._publishes = self._transfer = VllmPublishCalls(self._llm)
-        self._expert_layers = expert_layers_of(self._llm.model_config.hf_text_config.to_dict())
+        if self._records:
+            self._expert_layers = expert_layers(self._llm.model_config.hf_config.to_dict())
 
     async def _shut_down(self) -> None:
         if not await asyncio.to_thread(self._launcher.stop, _STOP_S):

@@ -23,7 +23,7 @@ from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, VARLEN, register_packed_attention, varlen_kernel
 from asyncrl.trainer.fsdp.supports import check_heads, unsupported
-from asyncrl.types import HOW_TO_TIE, ROUTED, UNTIED, ModelFacts, auto_class, decoder_of, drop_towers, misfit, settle
+from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, auto_class, decoder_of, drop_towers, misfit, settle
 
 logger = logging.getLogger(__name__)
 
@@ -89,18 +89,6 @@ def load_model(
     if fsdp.activation_checkpointing:
         found.gradient_checkpointing_enable({"use_reentrant": False})
     return found
-
-
-def check_routers(causal_lm: PreTrainedModel, coefficient: float) -> None:
-    """Raises ConfigError: a load-balancing loss is requested, and the model is no mixture of experts."""
-    if coefficient > 0 and causal_lm.config.model_type not in ROUTED:
-        raise ConfigError(
-            explain(
-                f"algorithm.router_aux_coefficient={coefficient:g}",
-                f"a {type(causal_lm).__name__} has no routers that are known here",
-                f"set it to 0, or train a mixture of experts ({', '.join(ROUTED)})",
-            )
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,16 @@ from transformers import AutoTokenizer, PreTrainedModel
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
+from asyncrl.kernels.routers import RouterTaps
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.context import ContextRanks
-from asyncrl.trainer.fsdp.model import Kernels, check_routers, choose_attention, compile_layers, load_model, shard
+from asyncrl.trainer.fsdp.model import Kernels, choose_attention, compile_layers, load_model, shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
-from asyncrl.trainer.fsdp.proof import Way, agreed, forward_row, of_first_rank
+from asyncrl.trainer.fsdp.proof import Way, agreed, forward_row, of_first_rank, prove_choices
 from asyncrl.trainer.fsdp.trained import Reference, Trained, policy_outputs
 from asyncrl.trainer.step.batch import PackedTokens
-from asyncrl.trainer.step.model import StepModels
+from asyncrl.trainer.step.model import StepModels, require_experts
 from asyncrl.trainer.token_logprobs import LogitRules
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.weights.stored_layout import StoredLayout, stored_layout
@@ -93,17 +94,28 @@ class Models:
         # Base weights under adapters never change, so they are kept in the dtype of the passes.
         kept = spec.trainer.fsdp.param_dtype if spec.trainer.lora.rank else "float32"
         model, way = self._load(spec.model, spec.trainer.fsdp, dtype=getattr(torch, kept))
-        check_routers(model, spec.algorithm.router_aux_coefficient)
+        taps = self._taps(model, way)
         find = partial(stored_layout, model, spec.model)
         self.layout = of_first_rank(self._mesh, find, f"name the tensors of a {type(model).__name__}")
         if spec.trainer.lora.rank:
             lora.add_adapters(model, spec.trainer.lora)
         if spec.trainer.compile:
             compile_layers(model)
-        replays = spec.trainer.router_replay == "rollout"
-        policy = Policy(model, context=self._context, logits=self._logits, replays=replays, way=way)
+        policy = Policy(model, context=self._context, logits=self._logits, taps=taps, way=way)
         shard(policy, model, self._mesh, spec.trainer.fsdp)
         return policy
+
+    def _taps(self, model: PreTrainedModel, way: Way) -> RouterTaps | None:
+        """For router replay or a load-balancing loss, proven. Collective."""
+        spec = self._spec
+        if spec.trainer.router_replay == "off" and not spec.algorithm.router_aux_coefficient:
+            return None
+        taps = RouterTaps(model)
+        require_experts(spec, has_some=bool(taps.layers))
+        of_first_rank(
+            self._mesh, partial(prove_choices, model, way, taps), f"replay the experts of a {type(model).__name__}"
+        )
+        return taps
 
     def _frozen_reference(self) -> Policy:
         spec, path = self._spec, self._spec.algorithm.kl.path
