@@ -14,7 +14,9 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.types import ModelFacts
 
-_TORCH_LAYERS = {"full_attention", "sliding_attention"}
+_TORCH_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "mamba", "conv", "mlp", "moe"}
+_OWN_CACHE = ("minimax",)
+"""Model types whose recurrent layers keep their state elsewhere than in transformers' cache layers."""
 SCRATCH = "{scratch}"
 """Placeholder in `EngineSpec.local_environment` for the run's directory of sockets and temporary files."""
 
@@ -66,8 +68,9 @@ class EngineSpec:
 
 
 def unsupported_by_torch(facts: ModelFacts, context_tokens: int) -> list[str]:
-    """Keys and values are the only state of the slot loop."""
+    """Its slots hold keys, values, and the states of transformers' recurrent cache layers."""
     problems = [f"layers of kind {kind}" for kind in sorted(facts.layer_kinds - _TORCH_LAYERS)]
+    problems += ["a cache of its own"] * (facts.model_type in _OWN_CACHE)
     return problems + _encoder(facts, context_tokens)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import ConfigError, GenerationError
-from asyncrl.inference.torch_engine.runner import ModelRunner, Prefill, load_model
+from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
 from asyncrl.kernels.routers import RouterTaps
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
 from asyncrl.trainer.fsdp.model import check_supported
@@ -86,15 +86,17 @@ def engine_of(truth, path):
     config = ModelConfig(path=str(path))
     served = load_model(config, torch.device("cpu"), max_model_len=LENGTH, real_weights=True, seed=0)
     try:
-        runner = ModelRunner(served, TorchEngineConfig(num_slots=2, max_model_len=LENGTH))
+        runner = ModelRunner(served, TorchEngineConfig(num_slots=2, max_model_len=LENGTH), prefill_tokens=16)
     except GenerationError as error:
         return str(error).split("found: ")[1].split("\n")[0]
     with torch.inference_mode():
-        prefill = Prefill([prompt[:-1] for prompt in prompts])
         runner.warm_up()
-        while not prefill.finished:
-            runner.prefill(prefill)
-        runner.seat(prefill, [0, 1], [0, 1])
+        waves = [[0], [1]] if runner.needs_equal_lengths else [[0, 1]]
+        for rows in waves:
+            prefill = runner.begin([prompts[row][:-1] for row in rows])
+            while not prefill.finished:
+                runner.prefill(prefill)
+            runner.seat(prefill, list(range(len(rows))), rows)
         last, lengths = np.array([p[-1] for p in prompts], np.int64), np.array([len(p) - 1 for p in prompts])
         texts = [list(prompt) for prompt in prompts]
         worst = 0.0

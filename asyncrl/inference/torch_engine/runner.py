@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,12 @@ def check_architecture(config: Any, max_model_len: int) -> None:
 class Prefill:
     """Progress of a prefill. `prompts`: token ids [p] int32 each, none empty."""
 
-    def __init__(self, prompts: list[np.ndarray]) -> None:
+    def __init__(self, config: Any, prompts: list[np.ndarray]) -> None:
+        """`config`: of the Hugging Face model."""
         self.prompts = prompts
         self.width = max(map(len, prompts))
         self.done = 0
-        self.cache = PromptCache(len(prompts), self.width)
+        self.cache = PromptCache(config, len(prompts), self.width)
 
     @property
     def finished(self) -> bool:
@@ -98,7 +100,11 @@ class Prefill:
 
 
 class ModelRunner:
-    """Forward passes over slots `[0, n)`. Used by one thread, under `torch.inference_mode`."""
+    """Forward passes over slots `[0, n)`. Used by one thread, under `torch.inference_mode`.
+
+    Attributes:
+        needs_equal_lengths: recurrent layers would read what fills up shorter prompts.
+    """
 
     def __init__(self, model: Any, settings: TorchEngineConfig, *, prefill_tokens: int = PREFILL_TOKENS) -> None:
         check_architecture(model.config, settings.context_tokens)
@@ -109,7 +115,10 @@ class ModelRunner:
         self.prefill_tokens = prefill_tokens
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._dtype, self._device = model.dtype, model.device
-        self._cache = SlotCache(settings.num_slots, settings.context_tokens)
+        self._cache = SlotCache(model.config, settings.num_slots, settings.context_tokens)
+        self.needs_equal_lengths = any(hasattr(layer, "conv_states") for layer in self._cache.layers)
+        takes = inspect.signature(decoder_of(model).forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
         self._positions = torch.arange(settings.context_tokens, device=self._device)
         self._rows = torch.arange(settings.num_slots, device=self._device)
         self._visible = torch.zeros((), dtype=self._dtype, device=self._device)
@@ -137,10 +146,14 @@ class ModelRunner:
             input_ids=torch.from_numpy(tokens).to(self._device)[:, None],
             position_ids=positions[:, None],
             attention_mask=self._mask(positions, kv_len)[:, None, None],
-            past_key_values=self._cache,
             use_cache=False,
+            **{self._cache_name: self._cache},
         )
         return output.logits[:, -1].float()
+
+    def begin(self, prompts: list[np.ndarray]) -> Prefill:
+        """A prefill of these prompts; of equal lengths if the model `needs_equal_lengths`."""
+        return Prefill(self.model.config, prompts)
 
     def prefill(self, prefill: Prefill) -> None:
         """Computes the next chunk of every prompt: at most `prefill_tokens` tokens, padding included."""
@@ -157,7 +170,7 @@ class ModelRunner:
             starts: 1 <= start < len.
             tops: at most the vocabulary size.
         """
-        prefill = Prefill([sequence[:-1] for sequence in sequences])
+        prefill = self.begin([sequence[:-1] for sequence in sequences])
         found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in sequences]
         while not prefill.finished:
             begun, first = prefill.done, max(prefill.done, min(starts) - 1)
@@ -177,8 +190,9 @@ class ModelRunner:
         return [_scored(parts) for parts in found]
 
     def _chunk_of(self, prefill: Prefill) -> int:
-        """Tokens per prompt in one pass."""
-        return max(1, self.prefill_tokens // len(prefill.prompts))
+        """Tokens per prompt in one pass: all of them where layers are recurrent, which not all go on from a state with
+        several tokens (Mamba-1 does not)."""
+        return prefill.width if self.needs_equal_lengths else max(1, self.prefill_tokens // len(prefill.prompts))
 
     def _feed(self, prefill: Prefill, model: Any, **options: Any) -> Any:
         """Runs `model` on the next chunk of every prompt."""
@@ -195,12 +209,16 @@ class ModelRunner:
             input_ids=torch.from_numpy(ids).to(self._device),
             position_ids=positions[None],
             attention_mask=self._mask(positions, stop)[None, None],
-            past_key_values=prefill.cache,
             use_cache=False,
+            **{self._cache_name: prefill.cache},
             **options,
         )
         prefill.done = stop
         return output
+
+    def clear(self, rows: list[int]) -> None:
+        """Slots of prompts of one token, for which nothing is prefilled."""
+        self._cache.clear(torch.tensor(rows, dtype=torch.int64, device=self._device))
 
     def seat(self, prefill: Prefill, prompts: list[int], rows: list[int]) -> None:
         """Copies prompt `prompts[i]` of a finished prefill to slot `rows[i]`."""
@@ -230,7 +248,7 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Runs one pass of each kind, which allocates the cache: a model that does not fit fails here."""
-        prefill = Prefill([np.zeros(1, np.int32)])
+        prefill = self.begin([np.zeros(1, np.int32)])
         self.decode(np.zeros(1, np.int64), np.zeros(1, np.int64))
         self.prefill(prefill)
         self.seat(prefill, [0], [0])
