@@ -66,7 +66,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
             max_running=settings.max_running_requests,
             context_tokens=settings.context_tokens,
             load_real_weights=load_real_weights,
-            kv_admission=KvAdmission(settings.kv_admission, shares_prompts=not settings.disable_radix_cache),
+            kv_admission=KvAdmission(settings.kv_admission),
         )
         self._settings = settings
         self._sleeps = settings.enable_memory_saver
@@ -124,7 +124,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
 
     def _kv_capacity(self) -> KvCapacity | None:
         found = self._facts["kv"]
-        return None if found is None else KvCapacity(*found)
+        return None if found is None else KvCapacity(*found, not self._settings.disable_radix_cache)
 
     def _new_stream(self, request: GenerationRequest) -> SglangStream:
         return SglangStream(request)

@@ -17,10 +17,9 @@ class KvAdmission:
     """Tells an engine's queue whether a request fits. Owns the `KvRoom` of the engine's cache. Every request fits while
     the cache size is unknown, and with mode off."""
 
-    def __init__(self, mode: KvAdmissionMode, *, shares_prompts: bool) -> None:
-        """`shares_prompts`: requests with equal prompts and weights share the blocks of the prompt."""
+    def __init__(self, mode: KvAdmissionMode) -> None:
         self._mode = mode
-        self._shares_prompts = shares_prompts and mode == "expected"  # a prompt in parts may be computed twice
+        self._shares_prompts = False
         self._room: KvRoom | None = None
         self._sampled = 0
         """Tokens sampled since a request was last checked; see `KvRoom.worth_asking_again`."""
@@ -30,6 +29,9 @@ class KvAdmission:
         if capacity is None and self._mode != "off":
             logger.warning("the engine does not tell the size of its KV cache: kv_admission=%s is off", self._mode)
         if capacity is not None and self._mode != "off":
+            self._shares_prompts = (
+                capacity.shares_prompts and self._mode == "expected"
+            )  # in parts it may be computed twice
             self._room = KvRoom(capacity, full=self._mode == "full")
 
     def fits(self, stream: RequestStream, running: Sequence[RequestStream], weights: int) -> bool:

@@ -31,10 +31,11 @@ HEADROOM = 0.05
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
     """Size of an engine's KV cache: `tokens`, in blocks of `block_tokens`. A partly filled block belongs to one
-    request."""
+    request. `shares_prompts`: requests with equal prompts and weights share the blocks of the prompt."""
 
     tokens: int
     block_tokens: int
+    shares_prompts: bool = True
 
 
 class Occupant(NamedTuple):

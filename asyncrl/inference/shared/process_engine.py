@@ -87,7 +87,7 @@ class ProcessEngine(ABC, Generic[S]):
         self._model = model
         self._context_tokens = context_tokens
         self._real_weights = load_real_weights
-        self._kv = kv_admission or KvAdmission("off", shares_prompts=False)
+        self._kv = kv_admission or KvAdmission("off")
         # The salt is read at each check: it changes with every publish.
         self._queue: EngineQueue[S] = EngineQueue(
             max_running,

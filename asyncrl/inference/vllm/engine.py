@@ -47,7 +47,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
             max_running=settings.max_num_seqs,
             context_tokens=settings.context_tokens,
             load_real_weights=load_real_weights,
-            kv_admission=KvAdmission(settings.kv_admission, shares_prompts=settings.enable_prefix_caching),
+            kv_admission=KvAdmission(settings.kv_admission),
         )
         self._settings = settings
         self._sleeps = settings.enable_sleep_mode
@@ -119,9 +119,8 @@ class VllmEngine(ProcessEngine[VllmStream]):
         cache = self._llm.vllm_config.cache_config
         if not cache.kv_cache_size_tokens or not cache.block_size:  # None for a model without attention
             return None
-        return KvCapacity(
-            cache.kv_cache_size_tokens - cache.block_size, cache.block_size
-        )  # vLLM uses none of one block
+        tokens = cache.kv_cache_size_tokens - cache.block_size  # vLLM uses none of one block
+        return KvCapacity(tokens, cache.block_size, bool(cache.enable_prefix_caching))
 
     def _new_stream(self, request: GenerationRequest) -> VllmStream:
         return VllmStream(request, self._expert_layers)
