@@ -123,8 +123,10 @@ class SglangEngine(ProcessEngine[SglangStream]):
         return self._facts["vocab_size"]
 
     def _kv_capacity(self) -> KvCapacity | None:
-        found = self._facts["kv"]
-        return None if found is None else KvCapacity(*found, not self._settings.disable_radix_cache)
+        if (found := self._facts["kv"]) is None:
+            return None
+        tokens, block_tokens = found
+        return KvCapacity(tokens, block_tokens, shares_prompts=not self._settings.disable_radix_cache)
 
     def _new_stream(self, request: GenerationRequest) -> SglangStream:
         return SglangStream(request)

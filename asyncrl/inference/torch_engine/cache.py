@@ -113,7 +113,7 @@ class SlotCache(DynamicCache):
         n = len(self._rows)
         return keys[:n, :, : self._kv_len], values[:n, :, : self._kv_len]
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._kv_len
 
     @property
@@ -185,7 +185,7 @@ class PromptCache(DynamicCache):
         values[:, :, self._start : stop] = value
         return keys[:, :, :stop], values[:, :, :stop]
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._start
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
