@@ -225,11 +225,8 @@ class VllmEngineConfig:
     @property
     def memory_share(self) -> float:
         """`gpu_memory_utilization`, set or derived."""
-        return (
-            DEFAULT_MEMORY_SHARE * self.gpu_share
-            if self.gpu_memory_utilization is None
-            else self.gpu_memory_utilization
-        )
+        share = self.gpu_memory_utilization
+        return DEFAULT_MEMORY_SHARE * self.gpu_share if share is None else share
 
 
 OWN_SERVER_ARGS = frozenset([
