@@ -104,9 +104,8 @@ class PromptRow:
         text = dict(self.extra).get("tools") or "[]"
         try:
             found = json.loads(text)
-            tools = [
-                json.loads(t) if isinstance(t, str) else t for t in (found if isinstance(found, list) else [found])
-            ]
+            found = found if isinstance(found, list) else [found]
+            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in found]
         except ValueError:
             return []
         found = [tool for tool in tools if isinstance(tool, Mapping)]
@@ -271,11 +270,8 @@ def _read_prompt_answer(record: Mapping[str, object], origin: str) -> _Read:
     if not isinstance(prompt, Sequence):
         do = "make it a text, or a list of {role, content} messages"
         raise _malformed(origin, f"prompt is {_kind(prompt)}", do)
-    return (
-        _messages(prompt, origin),
-        _ground_truth(record.get("answer"), "answer", origin),
-        str(record.get("data_source") or "prompt_answer"),
-    )
+    messages, truth = _messages(prompt, origin), _ground_truth(record.get("answer"), "answer", origin)
+    return messages, truth, str(record.get("data_source") or "prompt_answer")
 
 
 def _read_conversations(record: Mapping[str, object], origin: str) -> _Read:

@@ -187,13 +187,8 @@ def written(name: str, arguments: Mapping[str, Any], parser: CallParser) -> str:
 
 
 def _tagged(tool: ToolSignature, text: str) -> Call:
-    if text.startswith("{"):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            return ToolCall(tool.name, value)
+    if (value := _object(text)) is not None:
+        return ToolCall(tool.name, value)
     if tool.first is None:
         return ToolCall(tool.name, {}) if not text else MalformedCall(f"{tool.name} takes no arguments", tool.name)
     return ToolCall(tool.name, {tool.first: text})
@@ -201,15 +196,19 @@ def _tagged(tool: ToolSignature, text: str) -> Call:
 
 def _names_tool(text: str) -> bool:
     """True for a JSON object with a name and arguments, possibly in OpenAI's nesting."""
+    value = _object(text) or {}
+    inner = value.get("function")
+    value = inner if isinstance(inner, dict) else value
+    return isinstance(value.get("name"), str) and bool({"arguments", "parameters"} & {*value})
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """The JSON object that the text is; None if it is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return False
-    if isinstance(value, dict) and isinstance(value.get("function"), dict):
-        value = value["function"]
-    return (
-        isinstance(value, dict) and isinstance(value.get("name"), str) and bool({"arguments", "parameters"} & {*value})
-    )
+        return None
+    return value if isinstance(value, dict) else None
 
 
 # Tells the policy its tools: through the chat template if it supports tools, else in a system message.
