@@ -48,6 +48,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, StorageError, explain
 from asyncrl.inference.engines import STANDALONE
 from asyncrl.json_records import write_json
 from asyncrl.registry import make_importable
+from asyncrl.remote.tasks import cancel
 from asyncrl.types import EvalResult, ReplicaTable
 
 logger = logging.getLogger("asyncrl.commands.evaluate")
@@ -116,17 +117,12 @@ def _evaluate(arguments: argparse.Namespace, scratch: Path, console: Console) ->
         found = f"{rows.absolute().parent} is no directory that can be written"
         raise ConfigError(explain(f"--rows {rows}", found, "make the directory, or name another file"))
     found = find_checkpoint(arguments.checkpoint)
-    hide = _hidden(arguments, found)
+    named = None if arguments.recipe is None else load(arguments.recipe, []).written
+    hide = hidden_by([named, found and found.recipe, arguments.overrides])
     try:
         return _evaluate_found(arguments, found, scratch, console, hide)
     except ConfigError as e:
         raise type(e)(hide(str(e))) from e
-
-
-def _hidden(arguments: argparse.Namespace, found: FoundCheckpoint | None) -> Hidden:
-    """The secrets from the environment that the recipe or the command line uses."""
-    named = None if arguments.recipe is None else load(arguments.recipe, []).written
-    return hidden_by([named, found and found.recipe, arguments.overrides])
 
 
 def _evaluate_found(
@@ -220,14 +216,9 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     sections.setdefault("data", {}).update(data)
     sections.setdefault("eval", {}).update(_asked(arguments, sections))
     # Phase 4: drop settings that only training needs: they must not prevent an evaluation.
-    sections["weights"], sections["observability"] = {}, {}
-    sections.get("trainer", {}).pop("lora", None)
-    for part in ("kl", "critic", "distillation"):  # their models may no longer exist
-        sections.get("algorithm", {}).pop(part, None)
-    for pool in ("teacher", "judge"):  # their models are not used
-        sections.pop(pool, None)
-    for part in ("judge", "group"):
-        sections.get("reward", {}).pop(part, None)
+    unused = "weights", "observability", "teacher", "judge", "trainer.lora", "reward.judge", "reward.group"
+    for key in (*unused, "algorithm.kl", "algorithm.critic", "algorithm.distillation"):  # models may no longer exist
+        sections = _without(sections, key)
     require(
         sections.get("reward", {}).get("function") != "zero"
         or arguments.reward is not None
@@ -415,9 +406,7 @@ async def _answer(
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return await next(task for task in tasks if task.done())
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         stop_timeout_s = ENGINES[recipe.rollout.engine].stop_timeout_s
         await asyncio.gather(rollouter.stop(), replicas.stop(stop_timeout_s), return_exceptions=True)
 
