@@ -223,11 +223,6 @@ class RowReader:
         return PromptRow(messages, text, source, extra, origin, structured)
 
 
-def parse_json_line(line: str, origin: str, schema: Schema = "auto") -> PromptRow:
-    """As `RowReader.line`."""
-    return RowReader(schema).line(line, origin)
-
-
 def parse_record(record: object, origin: str, schema: Schema = "auto") -> PromptRow:
     """As `RowReader.record`."""
     return RowReader(schema).record(record, origin)
