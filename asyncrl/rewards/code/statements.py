@@ -173,9 +173,7 @@ def _is_check(statement: ast.stmt) -> bool:
             return _name(call).startswith("assert")
         case ast.With() | ast.AsyncWith():
             return any(_name(item.context_expr).startswith(("assert", "raises", "warns")) for item in statement.items)
-        case ast.If():
-            return any(map(_fails, (*statement.body, *statement.orelse)))
-        case ast.Try() | ast.TryStar():
+        case ast.If() | ast.Try() | ast.TryStar():
             return any(map(_fails, (*statement.body, *statement.orelse)))
     return False
 
