@@ -76,33 +76,27 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="asyncrl-plan", description=str(__doc__).split("\n")[0])
-    parser.add_argument("recipe", type=Path, help="recipe in YAML, for example recipes/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, for example run.max_steps=5")
+    add = parser.add_argument
+    add("recipe", type=Path, help="recipe in YAML, for example recipes/quickstart.yaml")
+    add("overrides", nargs="*", metavar="key=value", help="override a key, for example run.max_steps=5")
     costs = parser.add_mutually_exclusive_group(required=True)
     costs.add_argument("--costs", metavar="FILE", type=Path, help="a cost model in YAML, see docs/plan.md")
     costs.add_argument("--from-run", metavar="RUN_DIR", type=Path, help="measure the costs in the files of a run")
     costs.add_argument(
         "--probe", action="store_true", help="run the recipe in mode sync for up to two minutes, and measure them there"
     )
-    parser.add_argument(
-        "--vary",
-        metavar="key=a,b,c",
-        action="append",
-        default=[],
-        help="one row for each value of a key of the recipe; several times: one for each combination",
-    )
-    parser.add_argument(
+    rows = "one row for each value of a key of the recipe; several times: one for each combination"
+    add("--vary", metavar="key=a,b,c", action="append", default=[], help=rows)
+    add(
         "--cores",
         type=float,
         metavar="N",
         help="cores that trainer ranks and replicas share; left out: those of this machine if it has no GPU. 0: each "
         "has its own. Read with --from-run and --probe",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps to simulate, at least 4")
-    parser.add_argument(
-        "--write", metavar="FILE", type=Path, help="write the cost model, to edit it and give it to --costs"
-    )
-    parser.add_argument("--json", action="store_true", help="print costs and rows as JSON, and nothing else")
+    add("--steps", type=int, metavar="N", help="optimizer steps to simulate, at least 4")
+    add("--write", metavar="FILE", type=Path, help="write the cost model, to edit it and give it to --costs")
+    add("--json", action="store_true", help="print costs and rows as JSON, and nothing else")
     return parser
 
 
