@@ -30,9 +30,8 @@ class ModelConfig:
     """Dtype of the replicas' weights and compute, and of publishes."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.path), asked="model.path=''", found="no model", do="set model.path to a directory or hub name"
-        )
+        do = "set model.path to a directory or hub name"
+        require(bool(self.path), asked="model.path=''", found="no model", do=do)
         require(
             self.date is None or _is_date(self.date),
             asked=f"model.date={self.date}",

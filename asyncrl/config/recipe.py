@@ -14,7 +14,7 @@ from asyncrl.config.data import DataConfig
 from asyncrl.config.environments import JUDGES
 from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.model import ModelConfig, ModelPoolConfig
-from asyncrl.config.placement import Placement, require_turns, require_wakes, with_sleep
+from asyncrl.config.placement import Placement, require_turns, with_sleep
 from asyncrl.config.remote_engine import require_takes_publishes
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.config.rollout import OVERLONG_SHARE, RolloutConfig, response_limit, with_experts, with_lengths
@@ -148,8 +148,7 @@ class Recipe:
         self._check_weights()
         # Derived settings come last, after the checks of the settings as written.
         if self.is_colocated:
-            require_turns(self.mode, self.rollout, staleness, self.eval)
-            require_wakes(self.rollout, self.trainer, self.weights, keeps_requests=not self.empties_queue)
+            require_turns(self.mode, self.rollout, self.trainer, self.weights, staleness, self.eval)
             object.__setattr__(self, "rollout", with_sleep(self.rollout))
         replays = self.trainer.router_replay == "rollout"
         asked = "trainer.router_replay=rollout" if replays else "algorithm.router_aux_coefficient"
@@ -378,17 +377,15 @@ class Recipe:
     def pools(self) -> dict[str, tuple[ModelPoolConfig, RolloutConfig]]:
         """Section -> (pool, settings of its replicas), for the other models of the run. Raises ConfigError: a pool's
         context is too short for its requests."""
-        longest = self.rollout.max_model_len
+        longest, judge = self.rollout.max_model_len, self.reward.judge
         asked = {
             "teacher": longest + 1,  # an engine may insist on sampling one token
-            "judge": (1 + self.reward.judge.pairwise) * longest + JUDGE_PROMPT_TOKENS + self.reward.judge.max_tokens,
+            "judge": (1 + judge.pairwise) * longest + JUDGE_PROMPT_TOKENS + judge.max_tokens,
         }
         found = {key: pool for key in asked if (pool := getattr(self, key)).path is not None}
         top = {"teacher": self.algorithm.distillation.top_k}
         # A judge with less than its longest request gives the longest responses its lowest reward.
-        least = asked | {
-            "judge": JUDGE_PROMPT_TOKENS + self.reward.judge.max_tokens * (self.reward.judge.read == "text")
-        }
+        least = asked | {"judge": JUDGE_PROMPT_TOKENS + judge.max_tokens * (judge.read == "text")}
         return {
             key: (pool, pool.replicas(asked[key], key=key, least_tokens=least[key], max_logprobs=top.get(key, 0)))
             for key, pool in found.items()

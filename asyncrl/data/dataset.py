@@ -96,7 +96,10 @@ def read_hub(hub: HubName, reader: RowReader | None = None) -> Iterator[PromptRo
         do = "check the name, configuration and split; log in for a private one; or give the path of a file"
         if "/" not in hub.name:
             do += "; the module of a generator `module:Name` must be in the working directory or on PYTHONPATH"
-        raise DataError(explain(f"the dataset {hub} from the hub", _why(error), do)) from error
+        found = _named(error)
+        if isinstance(error, ConnectionError):
+            found = f"the hub cannot be reached, and the cache does not have it ({found})"
+        raise DataError(explain(f"the dataset {hub} from the hub", found, do)) from error
     reader = reader or RowReader()
     columns = reader.needed(dataset.column_names)
     batches = dataset.select_columns(columns).with_format("arrow").iter(batch_size=READ_ROWS)
@@ -156,13 +159,6 @@ class GeneratedRows:
 
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _why(error: Exception) -> str:
-    text = _named(error)
-    if isinstance(error, ConnectionError):
-        return f"the hub cannot be reached, and the cache does not have it ({text})"
-    return text
 
 
 def _files(path: Path) -> list[Path]:

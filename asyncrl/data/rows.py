@@ -104,9 +104,8 @@ class PromptRow:
         text = dict(self.extra).get("tools") or "[]"
         try:
             found = json.loads(text)
-            tools = [
-                json.loads(t) if isinstance(t, str) else t for t in (found if isinstance(found, list) else [found])
-            ]
+            found = found if isinstance(found, list) else [found]
+            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in found]
         except ValueError:
             return []
         found = [tool for tool in tools if isinstance(tool, Mapping)]
@@ -224,11 +223,6 @@ class RowReader:
         return PromptRow(messages, text, source, extra, origin, structured)
 
 
-def parse_json_line(line: str, origin: str, schema: Schema = "auto") -> PromptRow:
-    """As `RowReader.line`."""
-    return RowReader(schema).line(line, origin)
-
-
 def parse_record(record: object, origin: str, schema: Schema = "auto") -> PromptRow:
     """As `RowReader.record`."""
     return RowReader(schema).record(record, origin)
@@ -271,11 +265,8 @@ def _read_prompt_answer(record: Mapping[str, object], origin: str) -> _Read:
     if not isinstance(prompt, Sequence):
         do = "make it a text, or a list of {role, content} messages"
         raise _malformed(origin, f"prompt is {_kind(prompt)}", do)
-    return (
-        _messages(prompt, origin),
-        _ground_truth(record.get("answer"), "answer", origin),
-        str(record.get("data_source") or "prompt_answer"),
-    )
+    messages, truth = _messages(prompt, origin), _ground_truth(record.get("answer"), "answer", origin)
+    return messages, truth, str(record.get("data_source") or "prompt_answer")
 
 
 def _read_conversations(record: Mapping[str, object], origin: str) -> _Read:

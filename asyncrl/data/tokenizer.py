@@ -84,9 +84,8 @@ class PromptRenderer:
         self._normalizer: Any = None if backend is None else backend.normalizer
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._bounds_bytes = backend is not None and all(len(t.content.encode()) > 1 for t in added.values())
-        splits = (
-            type(getattr(backend, "model", None)).__name__ == "BPE"
-        )  # other models make one token of an unknown word
+        # Other models make one token of an unknown word.
+        splits = type(getattr(backend, "model", None)).__name__ == "BPE"
         self._longest = max(map(len, tokenizer.get_vocab())) if splits else 0
 
     def prompt_ids(self, row: PromptRow) -> np.ndarray:
