@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 
@@ -171,17 +171,9 @@ class PartsSource(TransferSource):
 
     @staticmethod
     def of(parts: Sequence[TransferSource], first_tensors: Sequence[int]) -> PartsSource:
-        one = parts[0]
-        return PartsSource(
-            endpoint=one.endpoint,
-            bucket_bytes=one.bucket_bytes,
-            num_receivers=one.num_receivers,
-            epoch=one.epoch,
-            digest=one.digest,
-            key=one.key,
-            parts=tuple(parts),
-            first_tensors=tuple(first_tensors),
-        )
+        common = {field.name: getattr(parts[0], field.name) for field in fields(TransferSource)}
+        common["receiver"] = 0
+        return PartsSource(**common, parts=tuple(parts), first_tensors=tuple(first_tensors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,27 +14,28 @@ ALIGNMENT = 16
 """Slices begin at multiples of this many bytes in bucket and tensor: they can be viewed in any dtype and moved with
 vector instructions."""
 
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "bool": 1,
+DTYPES = {
+    "float64": (8, "F64"),
+    "float32": (4, "F32"),
+    "bfloat16": (2, "BF16"),
+    "float16": (2, "F16"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"),
+    "float8_e8m0fnu": (1, "F8_E8M0"),
+    "int64": (8, "I64"),
+    "int32": (4, "I32"),
+    "int16": (2, "I16"),
+    "int8": (1, "I8"),
+    "uint8": (1, "U8"),
+    "uint16": (2, "U16"),
+    "uint32": (4, "U32"),
+    "uint64": (8, "U64"),
+    "bool": (1, "BOOL"),
 }
-"""Bytes per element of the dtypes that can be published, by torch's name."""
+"""The dtypes that can be published, by torch's name: bytes per element, and the name in safetensors."""
+DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in DTYPES.items()}
 
 
 def make_spec(name: str, shape: Sequence[int], dtype: str) -> TensorSpec:
