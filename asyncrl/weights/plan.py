@@ -8,7 +8,7 @@ from math import prod
 
 from asyncrl.errors import ConfigError, WeightTransferError, explain
 from asyncrl.types import Bucket, Digest, Encoding, Manifest, TensorSlice, TensorSpec
-from asyncrl.weights.encodings import BASE_VERSIONS, CHECKS
+from asyncrl.weights.encodings import CHECKS
 
 ALIGNMENT = 16
 """Slices begin at multiples of this many bytes in bucket and tensor: they can be viewed in any dtype and moved with
@@ -148,5 +148,5 @@ def make_manifest(
                 )
             )
     CHECKS[encoding](tensors)
-    buckets, base = plan_buckets(tensors, bucket_bytes), BASE_VERSIONS[encoding]
-    return Manifest(publish_id, version, tuple(tensors), buckets, verify, encoding, base, base_digest=base_digest)
+    buckets = plan_buckets(tensors, bucket_bytes)
+    return Manifest(publish_id, version, tuple(tensors), buckets, verify, encoding, base_digest=base_digest)
