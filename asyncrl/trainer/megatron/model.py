@@ -65,7 +65,8 @@ def join_groups(trainer: TrainerConfig) -> Groups:
     Raises:
         RuntimeError: this process has groups of another layout.
     """
-    layout, parallel = trainer.megatron, _parallel()
+    layout = trainer.megatron
+    parallel: Any = parallel_state  # its getters are typed too widely
     chunks = layout.chunks_per_stage if layout.chunks_per_stage > 1 else None
     wanted = (layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel, layout.experts_split_by, chunks)
     wanted += (layout.context_parallel,)
@@ -275,11 +276,6 @@ class Norm(nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, device=_device(config), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _parallel() -> Any:
-    """Megatron-core's groups; its getters are typed too widely."""
-    return parallel_state
 
 
 def _block(sizes: ModelSizes, config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
