@@ -29,9 +29,8 @@ class KvAdmission:
         if capacity is None and self._mode != "off":
             logger.warning("the engine does not tell the size of its KV cache: kv_admission=%s is off", self._mode)
         if capacity is not None and self._mode != "off":
-            self._shares_prompts = (
-                capacity.shares_prompts and self._mode == "expected"
-            )  # in parts it may be computed twice
+            # Else not shared: in parts it may be computed twice.
+            self._shares_prompts = capacity.shares_prompts and self._mode == "expected"
             self._room = KvRoom(capacity, full=self._mode == "full")
 
     def fits(self, stream: RequestStream, running: Sequence[RequestStream], weights: int) -> bool:
