@@ -247,7 +247,9 @@ def _unpack_trajectory(
     extra: PackedExtra = (),
     branches: tuple[Trajectory, ...] = (),
 ) -> Trajectory:
-    return Trajectory(*map(np.frombuffer, arrays, _DTYPES), *rest, extra=unpacked_extra(extra), branches=branches)
+    ids, response_ids, logprobs, mask = map(np.frombuffer, arrays, _DTYPES)
+    own = {"extra": unpacked_extra(extra), "branches": branches}
+    return Trajectory(ids, response_ids, logprobs, mask, *rest, **own)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
