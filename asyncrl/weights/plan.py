@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
+from typing import TypeVar
 
 from asyncrl.errors import ConfigError, WeightTransferError, explain
 from asyncrl.types import Bucket, Digest, Encoding, Manifest, TensorSlice, TensorSpec
 from asyncrl.weights.encodings import CHECKS
+
+T = TypeVar("T")
 
 ALIGNMENT = 16
 """Slices begin at multiples of this many bytes in bucket and tensor: they can be viewed in any dtype and moved with
@@ -45,6 +48,19 @@ def make_spec(name: str, shape: Sequence[int], dtype: str) -> TensorSpec:
             explain(f"publish tensor {name}", f"dtype {dtype}", f"cast it to one of {', '.join(DTYPE_BYTES)}")
         )
     return TensorSpec(name, tuple(int(n) for n in shape), dtype, prod(shape) * DTYPE_BYTES[dtype])
+
+
+def runs_of(items: Iterable[T], size_of: Callable[[T], int], largest: int) -> Iterator[list[T]]:
+    """The items in order, in runs of at most `largest` together; a larger item is alone. Without items: one run."""
+    run: list[T] = []
+    held = 0
+    for item in items:
+        if run and held + size_of(item) > largest:
+            yield run
+            run, held = [], 0
+        run.append(item)
+        held += size_of(item)
+    yield run
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -140,13 +156,8 @@ def make_manifest(
             )
         names.add(spec.name)
         if spec != make_spec(spec.name, spec.shape, spec.dtype):
-            raise WeightTransferError(
-                explain(
-                    f"publish tensor {spec.name}",
-                    f"{spec.nbytes} bytes for shape {spec.shape} of {spec.dtype}",
-                    "build the spec with make_spec",
-                )
-            )
+            found = f"{spec.nbytes} bytes for shape {spec.shape} of {spec.dtype}"
+            raise WeightTransferError(explain(f"publish tensor {spec.name}", found, "build the spec with make_spec"))
     CHECKS[encoding](tensors)
     buckets = plan_buckets(tensors, bucket_bytes)
     return Manifest(publish_id, version, tuple(tensors), buckets, verify, encoding, base_digest=base_digest)

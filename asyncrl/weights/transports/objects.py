@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
@@ -70,30 +69,13 @@ class ObjectSender(ChannelSender):
             self._store, self._cleaning = None, []
 
     def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
-        store = self._store
+        store, (buffer,) = self._store, self._buffers
         assert store is not None, "it is open"
         self._attempts += 1
         # An attempt has its own prefix, so late uploads of a failed one cannot mix with the next.
         place = f"{self._name}/{self._attempts}"
         uploads = deque[Future[None]]()
-        try:
-            channel.tell(Kind.BEGIN, self._attempts)
-            self._upload(channel, packer, partial(_put, store, place), uploads, deadline)
-            channel.wait_acked(len(packer.manifest.buckets), deadline)
-        finally:
-            self._cleaning = [cleaning for cleaning in self._cleaning if not cleaning.done()]
-            self._cleaning.append(in_thread(partial(_clean_up, store, place, tuple(uploads))))
-
-    def _upload(
-        self,
-        channel: SenderChannel,
-        packer: Packer,
-        put: Callable[[int, bytes], None],
-        uploads: deque[Future[None]],
-        deadline: Deadline,
-    ) -> None:
-        """Returns once all buckets are in the store and announced to the receivers. `uploads`: in progress."""
-        buckets, (buffer,), told = packer.manifest.buckets, self._buffers, 0
+        buckets, told = packer.manifest.buckets, 0
 
         def tell_next() -> None:
             nonlocal told
@@ -108,15 +90,21 @@ class ObjectSender(ChannelSender):
             channel.tell(Kind.BUCKET, told)
             told += 1
 
-        for bucket in buckets:
-            if len(uploads) == AT_ONCE:
+        try:
+            channel.tell(Kind.BEGIN, self._attempts)
+            for bucket in buckets:
+                if len(uploads) == AT_ONCE:
+                    tell_next()
+                packer.pack(bucket, buffer)
+                data = buffer[: bucket.nbytes].numpy().tobytes()
+                uploads.append(in_thread(partial(store.put, f"{place}/{bucket.index}", data)))
+            # All buckets are packed; announce the last uploads in order.
+            while uploads:
                 tell_next()
-            packer.pack(bucket, buffer)
-            data = buffer[: bucket.nbytes].numpy().tobytes()
-            uploads.append(in_thread(partial(put, bucket.index, data)))
-        # All buckets are packed; announce the last uploads in order.
-        while uploads:
-            tell_next()
+            channel.wait_acked(len(buckets), deadline)
+        finally:
+            self._cleaning = [cleaning for cleaning in self._cleaning if not cleaning.done()]
+            self._cleaning.append(in_thread(partial(_clean_up, store, place, tuple(uploads))))
 
 
 class ObjectReceiver(ChannelReceiver[DiskSource]):
@@ -168,10 +156,6 @@ class ObjectReceiver(ChannelReceiver[DiskSource]):
         (buffer,) = self._buffers
         buffer[: bucket.nbytes].numpy()[:] = np.frombuffer(data, np.uint8)
         unpacker.unpack(bucket, buffer)
-
-
-def _put(store: ObjectStore, place: str, bucket: int, data: bytes) -> None:
-    store.put(f"{place}/{bucket}", data)
 
 
 def _outcome(done: Future[T], asked: str) -> T:

@@ -19,7 +19,7 @@ import torch
 
 from asyncrl.errors import WeightTransferError, explain
 from asyncrl.types import TensorSpec
-from asyncrl.weights.plan import DTYPE_BYTES, DTYPES
+from asyncrl.weights.plan import DTYPE_BYTES, DTYPES, runs_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
@@ -41,14 +41,7 @@ class ShardPlan:
 
 def plan_shards(tensors: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> ShardPlan:
     """Files of about `shard_bytes` that hold every tensor once, in manifest order from file to file."""
-    shards: list[list[int]] = []
-    filled = 0
-    for number, spec in enumerate(tensors):
-        if not shards or filled + spec.nbytes > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(number)
-        filled += spec.nbytes
+    shards = list(runs_of(range(len(tensors)), lambda number: tensors[number].nbytes, shard_bytes)) if tensors else []
     names = tuple(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards)))
     headers: list[bytes] = []
     places = [(0, 0)] * len(tensors)
