@@ -18,6 +18,7 @@ from torch import nn
 
 from asyncrl.trainer.megatron.names import Block, LocalTensor, order
 from asyncrl.types import SendingRank, TensorSpec
+from asyncrl.weights.plan import runs_of
 
 BUCKET_BYTES = 1 << 27
 """Tensors are assembled together up to this size; a larger tensor alone."""
@@ -130,16 +131,9 @@ class BlockPublication:
 
     def _buckets(self, stage: int) -> Iterator[list[str]]:
         """Names of the stage's tensors, bucket by bucket."""
-        bucket, size = [], 0
-        for spec in self.specs():
-            if self._stages(self._plan[spec.name]) != {stage}:
-                continue
-            if bucket and size + spec.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(spec.name)
-            size += spec.nbytes
-        yield bucket
+        own = (spec for spec in self.specs() if self._stages(self._plan[spec.name]) == {stage})
+        for bucket in runs_of(own, lambda spec: spec.nbytes, BUCKET_BYTES):
+            yield [spec.name for spec in bucket]
 
 
 def _only(stages: set[int]) -> int:
