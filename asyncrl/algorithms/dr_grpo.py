@@ -10,11 +10,6 @@ Source: Understanding R1-Zero-like training (arXiv:2503.20783) sec. 3.
 
 from __future__ import annotations
 
-import numpy as np
-
 from asyncrl.algorithms.group_rewards import centred
 
-
-def dr_grpo_advantages(rewards: np.ndarray) -> np.ndarray:
-    """[G] float64 from [G] finite rewards, exactly 0 where all are equal. Raises ValueError: malformed rewards."""
-    return centred(rewards)
+dr_grpo_advantages = centred

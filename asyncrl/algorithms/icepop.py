@@ -10,14 +10,8 @@ Source: IcePop, Ring-1T (arXiv:2510.18855) sec. 3, "Small leak can sink a great 
 
 from __future__ import annotations
 
-import torch
-
-from asyncrl.algorithms.loss import LossInputs
-from asyncrl.algorithms.mismatch import Bounded, kept_within
+from asyncrl.algorithms.mismatch import KeptWithin
 
 
-class IcePop(Bounded):
+class IcePop(KeptWithin):
     """The `Correction` of this file."""
-
-    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return kept_within(inputs, self.ratio, self.low, self.high)

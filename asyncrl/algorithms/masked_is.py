@@ -9,14 +9,8 @@ Source: J. Liu, Y. Li et al., "When speed kills stability" (2025), token-level M
 
 from __future__ import annotations
 
-import torch
-
-from asyncrl.algorithms.loss import LossInputs
-from asyncrl.algorithms.mismatch import Bounded, kept_within
+from asyncrl.algorithms.mismatch import KeptWithin
 
 
-class MaskedIs(Bounded):
+class MaskedIs(KeptWithin):
     """The `Correction` of this file."""
-
-    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return kept_within(inputs, self.ratio, self.low, self.high)

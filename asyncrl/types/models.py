@@ -66,7 +66,6 @@ class ModelFacts:
         architecture: the class name, such as Qwen3ForCausalLM.
         max_position_embeddings: in tokens.
         layer_kinds: as Hugging Face names them: full_attention, sliding_attention, linear_attention, mamba and others.
-        sliding_window: tokens that a layer of kind sliding_attention sees; None without such a layer.
         changed_logits: `key=value` of each transformation after the output layer.
         changed_attention: the same of attention: soft capping, sinks.
         other_inputs: keys of the parts that read images or sound.
@@ -83,7 +82,6 @@ class ModelFacts:
     max_position_embeddings: int | None = None
     model_type: str | None = None
     layer_kinds: frozenset[str] = frozenset()
-    sliding_window: int | None = None
     changed_logits: tuple[str, ...] = ()
     changed_attention: tuple[str, ...] = ()
     other_inputs: tuple[str, ...] = ()
@@ -117,8 +115,7 @@ class ModelFacts:
         """`config`: the object in config.json."""
         # multimodal models keep the language model's sizes in a section of their own
         text = {**config, **(config.get("text_config") or {})}
-        window = (text.get("sliding_window") or None) if text.get("use_sliding_window", True) else None
-        kinds = frozenset(_kinds(text, slides=bool(window)))
+        slides = bool(text.get("sliding_window")) and bool(text.get("use_sliding_window", True))
         capping = text.get("attn_logit_softcapping")
         return ModelFacts(
             path,
@@ -127,8 +124,7 @@ class ModelFacts:
             vocab_size=text.get("vocab_size"),
             max_position_embeddings=next((text[key] for key in _POSITIONS if text.get(key)), None),
             model_type=config.get("model_type"),
-            layer_kinds=kinds,
-            sliding_window=window if "sliding_attention" in kinds else None,
+            layer_kinds=frozenset(_kinds(text, slides=slides)),
             changed_logits=tuple(f"{k}={v}" for k in _LOGIT_TRANSFORMS if (v := text.get(k)) not in (None, 1)),
             changed_attention=(f"attn_logit_softcapping={capping}",) * bool(capping)
             + ("attention sinks",) * (text.get("model_type") == "gpt_oss"),

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Shape = tuple[int, ...]
-_DO = "pass --model DIRECTORY, the model that was trained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +109,10 @@ class StoredLayout:
         """Of a tensor that is not the model's (a critic's head): itself. Raises ConfigError: the model's is not of
         `shape`."""
         if (own := self.wholes.get(name, shape)) != shape:
-            found, do = (
-                f"it is {list(shape)}, and {list(own)} by the model's config",
-                _DO,
+            found = f"it is {list(shape)}, and {list(own)} by the model's config"
+            raise ConfigError(
+                explain(f"the tensor {name}", found, "pass --model DIRECTORY, the model that was trained")
             )
-            raise ConfigError(explain(f"the tensor {name}", found, do))
         if name in self.parts:
             return self.parts[name]
         strides = torch.empty(shape, device="meta").stride()

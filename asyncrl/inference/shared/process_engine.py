@@ -268,9 +268,8 @@ class ProcessEngine(ABC, Generic[S]):
 
     async def load_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         self._begin_load("load_weights")
-        return await self._publish(
-            f"load_weights of publish {manifest.publish_id}", self._receive(manifest, source, timeout_s)
-        )
+        asked = f"load_weights of publish {manifest.publish_id}"
+        return await self._publish(asked, self._receive(manifest, source, timeout_s))
 
     def health(self) -> EngineHealth:
         alive = self._started and self._failure is None
@@ -479,12 +478,11 @@ class ProcessEngine(ABC, Generic[S]):
             raise self._failed("use the engine", "it was not started")
 
     def _check(self, request: GenerationRequest) -> None:
-        vocab_size = self._vocab_size()
         found = misfit(
             request,
             engine=self.key,
             max_model_len=self._context_tokens,
-            vocab_size=vocab_size,
+            vocab_size=self._vocab_size(),
             guided=self._guided,
             scores=self._scores,
             max_top=self._max_top,
