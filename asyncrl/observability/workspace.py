@@ -17,8 +17,8 @@ def workspace(entity: str, project: str) -> Any:
     import wandb_workspaces.workspaces as workspaces
 
     sections = [
-        workspaces.Section(name=section.title, panels=[_panel(chart) for chart in section.charts], is_open=True)
-        for section in SECTIONS
+        workspaces.Section(name=title, panels=[_panel(chart) for chart in charts], is_open=True)
+        for title, charts in SECTIONS.items()
     ]
     histogram = panels.LinePlot(title="Lag of tokens, histogram", x=str(Metric.STEP), y=["staleness/lag_histogram"])
     sections[1].panels.append(histogram)

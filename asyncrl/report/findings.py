@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
@@ -48,7 +48,8 @@ class Diagnosis:
 def findings(run: RunFiles, lives: Lifetimes) -> list[Diagnosis]:
     """All findings, worst first."""
     order: dict[Severity, int] = {"bad": 0, "warning": 1, "hint": 2}
-    return sorted((found for rule in _RULES for found in rule(run, lives)), key=lambda f: order[f.severity])
+    rules = (_where_time_goes, _replicas, _ratio, _guard, _signal, _stuck, _unread)
+    return sorted((found for rule in rules for found in rule(run, lives)), key=lambda f: order[f.severity])
 
 
 def helps_most(run: RunFiles) -> str:
@@ -328,14 +329,3 @@ def _unread(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
         evidence = f"Lines that hold no record of this version are left out: {left_out}."
         remedy = "See asyncrl-audit for damaged lines of events.jsonl; another version of asyncrl has other records."
         yield Diagnosis("hint", "Some lines cannot be read", evidence, remedy)
-
-
-_RULES: tuple[Callable[[RunFiles, Lifetimes], Iterator[Diagnosis]], ...] = (
-    _where_time_goes,
-    _replicas,
-    _ratio,
-    _guard,
-    _signal,
-    _stuck,
-    _unread,
-)
