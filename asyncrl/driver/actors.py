@@ -177,19 +177,17 @@ class Actors:
             node_gpus=gpus if placement.rank_gpus else 0,
         )
         spec = TrainerSpec.of(recipe, num_threads=threads)
-        # The ranks start as a separate task: if another start fails, a finished pool must still be killed.
-        trainers = asyncio.ensure_future(self._start_trainers(spec))
         await self.replicas.set_listener(self._set_replicas)
         await self.pools.set_listener(self.rollouter.set_pool)
+        trainers: asyncio.Task[TrainerPool] | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                for work in (_done(trainers), self.rollouter.start(timeout_s), *others):
+                trainers = group.create_task(self._start_trainers(spec))
+                for work in (self.rollouter.start(timeout_s), *others):
                     group.create_task(work)
         except BaseException as error:  # also a cancelled start leaves no rank behind
-            trainers.cancel()
-            for pool in await asyncio.gather(trainers, return_exceptions=True):
-                if isinstance(pool, TrainerPool):
-                    pool.kill()
+            if trainers is not None and not trainers.cancelled() and trainers.exception() is None:
+                trainers.result().kill()
             if not isinstance(error, ExceptionGroup):
                 raise
             raise cause(error.exceptions) from None
@@ -307,10 +305,6 @@ def _smallest_node() -> tuple[int, int, int]:
     if spans(nodes, ray.get_runtime_context().get_node_id()) and usable:
         return min(usable), len(usable), gpus
     return min([local_cores(), *usable]), 1, gpus
-
-
-async def _done(trainers: asyncio.Future[TrainerPool]) -> None:
-    await trainers
 
 
 def untraced(cls: type) -> type:

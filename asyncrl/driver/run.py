@@ -142,7 +142,7 @@ class _Run:
             named = self._as_storage_error(error)
             self._write_fault(named)
             if not isinstance(named, Stalled):  # a stall has already written its report
-                await self._report(named)
+                await asyncio.to_thread(self._report, named)
             if named is error:
                 raise
             raise named from error
@@ -191,7 +191,7 @@ class _Run:
                 lost = error
             else:
                 if not coordinator.restored.is_set():  # a stop before training began
-                    return self._interrupted(_step_of(start_from))
+                    return self._interrupted(0 if start_from is None else read_state(start_from).global_steps)
                 complete = coordinator.step >= self._recipe.run.max_steps
                 self._events.write(RunEnded("finished" if complete else "interrupted", coordinator.step))
                 return coordinator.step, complete
@@ -199,9 +199,8 @@ class _Run:
             if not await self._restart(lost, coordinator.step, budget):
                 return self._interrupted(coordinator.step)
             watchdog.saw("restart", budget.total)
-            if (
-                coordinator.restored.is_set()
-            ):  # before that, the checkpoint that the user asked for is still the one to use
+            # Before it was restored, the checkpoint that the user asked for is still the one to use.
+            if coordinator.restored.is_set():
                 start_from = await asyncio.to_thread(self._checkpoints.latest) or self._spec.start_from
                 if start_from is not None:
                     await asyncio.to_thread(self._checkpoints.set_aside_corrupt, start_from)
@@ -229,7 +228,7 @@ class _Run:
                     )
                 ) from lost
             if isinstance(lost, DeadlineExceeded):
-                await self._report(lost)
+                await asyncio.to_thread(self._report, lost)
             try:
                 return await self._unless_stopped(self._actors.restart_training_side())
             except (ProcessDied, DeadlineExceeded) as error:
@@ -334,25 +333,22 @@ class _Run:
         except StorageError as full:  # must not hide the error itself
             logger.warning("%s", full)
 
-    async def _report(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         """Writes the evidence of a failure to the run directory."""
+        directory = self._spec.directory
         try:
-            place = await asyncio.to_thread(self._write_report, error)
+            place = write_report(
+                directory.faults,
+                error,
+                waits=WAITS.lines(),
+                processes=[psutil.Process(), *processes_of(self._cluster.run_id)],
+                log=directory.log,
+                outputs=self._cluster.crash_outputs,
+                hide=self._spec.hide,
+            )
             logger.warning("what failed and what all processes were doing: %s", place)
         except Exception as failure:  # noqa: BLE001 - a report that cannot be written must not hide the failure
             logger.warning("no report could be written: %r", failure)
-
-    def _write_report(self, error: Exception) -> Path:
-        directory = self._spec.directory
-        return write_report(
-            directory.faults,
-            error,
-            waits=WAITS.lines(),
-            processes=[psutil.Process(), *processes_of(self._cluster.run_id)],
-            log=directory.log,
-            outputs=self._cluster.crash_outputs,
-            hide=self._spec.hide,
-        )
 
     def _on_stall(self, quiet_s: float) -> None:
         """Ends the run. Called in the watchdog's thread: the event loop may be the part that hangs."""
@@ -364,10 +360,7 @@ class _Run:
             )
         )
         logger.error("%s", error)
-        try:
-            self._write_report(error)
-        except Exception as failure:  # noqa: BLE001 - evidence that cannot be written does not keep the run from ending
-            logger.warning("no report could be written: %r", failure)
+        self._report(error)
         self._loop.call_soon_threadsafe(self._stall, error)
         if not self._ended.wait(STALL_GRACE_S):
             logger.critical("the run did not end by itself; the janitor ends its processes")
@@ -382,10 +375,6 @@ class _Run:
     def _stall(self, error: Stalled) -> None:
         if not self._stalled.done():
             self._stalled.set_exception(error)
-
-
-def _step_of(checkpoint: Path | None) -> int:
-    return read_state(checkpoint).global_steps if checkpoint is not None else 0
 
 
 # Detects a run without progress, even if the event loop hangs: it runs in its own thread.

@@ -37,6 +37,12 @@ async def end(task: asyncio.Task[Any] | None, *, patience_s: float = 0.0) -> Non
             logger.error("also: %s: %s", task.get_name(), outcome)
 
 
+def retrieved(task: asyncio.Task[Any]) -> None:
+    """Marks the error of a task as retrieved: its caller may have given up."""
+    if not task.cancelled():
+        task.exception()
+
+
 class LimitedEvent:
     """An event for one waiting task, with a limit. `asyncio.Event` within `asyncio.timeout` costs three times the CPU
     time, and each response of a fleet waits a few times."""

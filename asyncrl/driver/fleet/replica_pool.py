@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 from asyncrl.driver.fleet.device_turns import SharedDevices
@@ -339,21 +339,24 @@ class ReplicaPool:
 
     def _current(self, controls: Mapping[int, ReplicaControl]) -> list[int]:
         """The ids in `controls` that were not replaced or suspended since, and are not leaving."""
-        return [i for i, control in controls.items() if self._controls.get(i) is control and not self._leaves(i)]
+        leaving = self._membership.those("leaving")
+        return [i for i, control in controls.items() if self._controls.get(i) is control and i not in leaving]
 
-    def _leaves(self, replica_id: int) -> bool:
-        return self._membership.members[replica_id].state == "leaving"
-
-    async def _reset(self, replica_id: int, control: ReplicaControl, becomes: int = 0) -> bool:
-        """Makes the replica, `becomes` incarnations later, forget its requests; False if it failed."""
-        limit_s = self._settings.health_timeout_s
+    async def _succeeds(self, replica_id: int, control: ReplicaControl, work: Awaitable[None]) -> bool:
+        """Awaits work of a replica; False if it failed, which is then the failure of the replica."""
         try:
-            incarnation = self._membership.members[replica_id].incarnation + becomes
-            await control.call(limit_s + GRACE_S, Replica.reset, limit_s, incarnation)
+            await work
         except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
             self.fail(replica_id, control, error)
             return False
         return True
+
+    async def _reset(self, replica_id: int, control: ReplicaControl, becomes: int = 0) -> bool:
+        """Makes the replica, `becomes` incarnations later, forget its requests; False if it failed."""
+        limit_s = self._settings.health_timeout_s
+        incarnation = self._membership.members[replica_id].incarnation + becomes
+        reset = control.call(limit_s + GRACE_S, Replica.reset, limit_s, incarnation)
+        return await self._succeeds(replica_id, control, reset)
 
     def _suspend(self, replica_id: int, control: ReplicaControl, why: BaseException | str) -> None:
         logger.warning("replica %d is late and suspended: %s", replica_id, why)
@@ -367,12 +370,8 @@ class ReplicaPool:
 
     async def _rejoin(self, replica_id: int, control: ReplicaControl, why: BaseException | str) -> None:
         """Makes a suspended replica a newcomer once it answers again; fails it if it is dead or takes too long."""
-        try:
-            await self._answer_again(replica_id, control, why)
-        except Exception as failure:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
-            self.fail(replica_id, control, failure)
-            return
-        if self._is_awaited(replica_id, control):
+        answers = await self._succeeds(replica_id, control, self._answer_again(replica_id, control, why))
+        if answers and self._is_awaited(replica_id, control):
             self._membership.apply(replica_id, "answered")
             self._on_event(events.ReplicaRejoined(replica_id))
             self._changed.set()
@@ -427,12 +426,8 @@ class ReplicaPool:
 
     async def _start(self, replica_id: int, control: ReplicaControl, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        try:
-            await self._load(replica_id, control)
-        except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
-            self.fail(replica_id, control, error)
-            return
-        if self._is_awaited(replica_id, control):
+        loads = await self._succeeds(replica_id, control, self._load(replica_id, control))
+        if loads and self._is_awaited(replica_id, control):
             self._came_up(replica_id)
             self._on_event(events.ReplicaStarted(replica_id))
             self._changed.set()

@@ -21,7 +21,7 @@ from asyncrl.driver.fleet.actor_channels import channels
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.failure_policy import FailureAction, RestartBudget, failure_action
-from asyncrl.remote.tasks import concurrently
+from asyncrl.remote.tasks import concurrently, retrieved
 from asyncrl.remote.waits import FOREVER_S, ROLLOUTER
 from asyncrl.rollout.rollouter import Rollouter
 from asyncrl.types import EvalResult, PartialGroup, ReplicaTable, RolloutStats, Trajectory
@@ -337,7 +337,7 @@ class Rollouters:
         finally:
             given_up.cancel()
             answer.cancel()
-            answer.add_done_callback(_seen)
+            answer.add_done_callback(retrieved)
 
     def _is_gone(self, member: _Member, current: _Incarnation, error: AsyncRLError) -> bool:
         """True if `error` says that this process is dead; then drops the process."""
@@ -368,12 +368,6 @@ class Rollouters:
 def _is_its_own(error: AsyncRLError) -> bool:
     """True if the rollouter itself failed, not a process that it needs."""
     return failure_action(error.process, error, restarts_left=True) is FailureAction.RESTART_ROLLOUTER
-
-
-def _seen(task: asyncio.Task[Any]) -> None:
-    """Marks the error of an abandoned call as retrieved."""
-    if not task.cancelled():
-        task.exception()
 
 
 def together(stats: Sequence[RolloutStats]) -> RolloutStats:
