@@ -72,9 +72,7 @@ class Actors:
         self._environment = cluster.engine_environment(recipe.rollout.engine)
         if recipe.is_colocated and not placements.placement.shares_gpus:
             require_sleep(recipe.rollout.engine)
-        self.pools = ModelPools(
-            recipe, gpus=_gpus_beside(placements), environment=cluster.engine_environment, on_event=events.write
-        )
+        self.pools = ModelPools(recipe, _gpus_beside(placements), cluster, events)
         recovery = recipe.recovery
         devices = SharedDevices() if recipe.is_colocated else None
         self._rollouter_budget = RestartBudget(recovery.max_restarts, recovery.window_s)

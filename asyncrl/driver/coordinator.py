@@ -115,13 +115,7 @@ class Coordinator:
         self._shares = ReplicaShares(lambda: len(parts.replicas.table.rows))
         self._colocation = Colocation(parts, self._clock)
         self._publisher = Publisher(recipe, parts, clock=self._clock, shares=self._shares, colocation=self._colocation)
-        self._evaluations = Evaluations(
-            recipe,
-            parts,
-            stop=self._stop,
-            publisher=self._publisher,
-            catch_up=self._catch_up_evaluation,
-        )
+        self._evaluations = Evaluations(recipe, parts, stop=self._stop, publisher=self._publisher)
         self._health: dict[str, float] = {}
         """Metrics of the last health check."""
         self._initial: dict[str, float] = {}
@@ -158,7 +152,7 @@ class Coordinator:
         try:
             # Phase 1: until training ends, a guard fails, or a stop comes.
             await asyncio.wait([training, stop, *guards], return_when=asyncio.FIRST_COMPLETED)
-            if self._stop.is_set() and not self.restored.is_set() and not _any_failed(training, *guards):
+            if self._stop.is_set() and not self.restored.is_set() and not _errors(training, *guards):
                 return  # nothing was trained: the start state remains the newest
             # Phase 2: a stop gives the step in progress `shutdown_timeout_s`; the final saves have their own deadlines.
             if self._stop.is_set() and not training.done():
@@ -166,12 +160,11 @@ class Coordinator:
                 if self._finishing:
                     await _first_of(None, training, *guards)
             # Phase 3: find the cause. The other errors are often its consequences.
-            failed = [t for t in (*guards, training) if t.done() and not t.cancelled() and t.exception() is not None]
-            if failed:
-                first = cause(error for t in failed if (error := t.exception()) is not None)
-                for task in failed:
-                    if task.exception() is not first:
-                        logger.error("also: %s: %s", task.get_name(), task.exception())
+            if failed := _errors(*guards, training):
+                first = cause(failed.values())
+                for name, error in failed.items():
+                    if error is not first:
+                        logger.error("also: %s: %s", name, error)
                 raise first
             if not training.done() and not self._stop.is_set():
                 raise ProcessDied("the rollouter stopped by itself; see the log of the run")
@@ -445,11 +438,6 @@ class Coordinator:
                 )
         return time.monotonic() - started
 
-    async def _catch_up_evaluation(self) -> None:
-        """Publishes to newcomers during an evaluation; a new version only if no replica could answer otherwise."""
-        if self._publisher.version == self.step or not self._parts.replicas.serving:
-            await self._publisher.catch_up(self.step)
-
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
     def _state(self) -> RunState:
@@ -528,8 +516,10 @@ async def _first_of(timeout_s: float | None, *tasks: asyncio.Task[Any]) -> None:
     await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _any_failed(*tasks: asyncio.Task[Any]) -> bool:
-    return any(t.done() and not t.cancelled() and t.exception() is not None for t in tasks)
+def _errors(*tasks: asyncio.Task[Any]) -> dict[str, BaseException]:
+    """The errors of those that have failed, by name."""
+    ended = (task for task in tasks if task.done() and not task.cancelled())
+    return {task.get_name(): error for task in ended if (error := task.exception()) is not None}
 
 
 async def _outcome(future: asyncio.Future[None]) -> None:

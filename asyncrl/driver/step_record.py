@@ -291,11 +291,13 @@ class TimeAccount:
     @contextmanager
     def during(self, cause: str) -> Iterator[None]:
         """Books the block to `cause`, except for nested blocks."""
-        before = self._switch(cause)
+        self._settle()
+        before, self._cause = self._cause, cause
         try:
             yield
         finally:
-            self._switch(before)
+            self._settle()
+            self._cause = before
 
     def move(self, seconds: float, source: str, target: str) -> None:
         """Rebooks seconds from `source` to `target`, at most as many as `source` has."""
@@ -309,11 +311,6 @@ class TimeAccount:
         self._settle()
         taken, self._seconds = self._seconds, {}
         return taken
-
-    def _switch(self, cause: str) -> str:
-        self._settle()
-        before, self._cause = self._cause, cause
-        return before
 
     def _settle(self) -> None:
         now = self._clock()

@@ -9,14 +9,7 @@ from typing import Literal
 
 from asyncrl.report.lifetimes import Lifetimes
 from asyncrl.report.run_files import RunFiles
-from asyncrl.types.events import (
-    GuardChanged,
-    ReplicaFailed,
-    ReplicaLeft,
-    ReplicaRejoined,
-    ReplicaServing,
-    ReplicaSuspended,
-)
+from asyncrl.types import events
 from asyncrl.types.guard import SUSPECTS
 from asyncrl.types.metrics import Metric
 
@@ -161,12 +154,12 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
         kind, replica = event.get("event"), event.get("replica")
         if replica is None:
             continue
-        if kind in (ReplicaSuspended.kind, ReplicaFailed.kind):
+        if kind in (events.ReplicaSuspended.kind, events.ReplicaFailed.kind):
             out[replica] = str(event.get("error", "")).strip().splitlines()[-1:][0] if event.get("error") else ""
             failures[replica] = failures.get(replica, 0) + 1
-        elif kind in (ReplicaServing.kind, ReplicaRejoined.kind):
+        elif kind in (events.ReplicaServing.kind, events.ReplicaRejoined.kind):
             out.pop(replica, None)
-        elif kind == ReplicaLeft.kind:
+        elif kind == events.ReplicaLeft.kind:
             out.pop(replica, None)
             if event.get("why") == "no_place":
                 out[replica] = "no node has room for it"
@@ -239,7 +232,7 @@ def _ratio(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
 
 
 def _guard(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
-    changes = run.of_kind(GuardChanged.kind)
+    changes = run.of_kind(events.GuardChanged.kind)
     if not changes:
         return
     last, lowest = changes[-1], min(event.get("limit", 0) for event in changes)
@@ -266,19 +259,10 @@ def _best(values: Sequence[float], window: int) -> float:
 
 
 def _signal(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
+    no_signal = "Most groups carry no signal"
     for metric, limit, title, do in (
-        (
-            Metric.FILTERED_SHARE,
-            0.5,
-            "Most groups carry no signal",
-            "Take prompts of middling difficulty (data curriculum).",
-        ),
-        (
-            Metric.REWARD_ZERO_SIGNAL,
-            0.5,
-            "Most groups carry no signal",
-            "Filter them, or take prompts of middling difficulty.",
-        ),
+        (Metric.FILTERED_SHARE, 0.5, no_signal, "Take prompts of middling difficulty (data curriculum)."),
+        (Metric.REWARD_ZERO_SIGNAL, 0.5, no_signal, "Filter them, or take prompts of middling difficulty."),
         (Metric.TRUNCATED, 0.3, "Many responses are cut off", "Raise rollout.sampling.max_response_tokens."),
         (Metric.FAILED_SHARE, 0.05, "Groups fail", "See quarantine.jsonl for their errors."),
         (

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.cluster.placement import Bundle, fit
+from asyncrl.driver.cluster.ray_session import Cluster
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.driver.fleet.standalone import standalone_pool
 from asyncrl.errors import RunFailed, explain
 from asyncrl.inference.engines import ENGINES
+from asyncrl.observability.events import EventLog
 from asyncrl.remote.tasks import concurrently
 from asyncrl.types import ReplicaTable
 from asyncrl.types.events import Event, ModelReplicaChanged, ReplicaEvent
@@ -72,24 +74,10 @@ class ModelPools:
     Stops when: `stop` is called. `watch` raises once a pool has spent its budget.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        gpus: ClusterGpus,
-        environment: Callable[[str], Mapping[str, str]],
-        on_event: Callable[[Event], None],
-    ) -> None:
-        """
-        Args:
-            gpus: the free GPUs are for the pools.
-            environment: name of an engine -> environment variables of its processes.
-            on_event: `EventLog.write`.
-
-        Raises ConfigError if too few GPUs are left.
-        """
+    def __init__(self, recipe: Recipe, gpus: ClusterGpus, cluster: Cluster, events: EventLog) -> None:
+        """`gpus`: the free ones are for the pools. Raises ConfigError if too few are left."""
         self._recipe = recipe
-        self._on_event = on_event
+        self._events = events
         self._listener: Listener | None = None
         self._pools: dict[str, ReplicaPool] = {}
         of_replica = pool_gpus(recipe, gpus)
@@ -98,7 +86,7 @@ class ModelPools:
                 pool.model,
                 replicas,
                 recipe.recovery,
-                environment=environment(replicas.engine),
+                environment=cluster.engine_environment(replicas.engine),
                 start_timeout_s=recipe.ray.start_timeout_s,
                 gpus=of_replica[key],
                 on_event=lambda event, key=key: self._changed(key, event),
@@ -146,4 +134,4 @@ class ModelPools:
     def _changed(self, key: str, event: Event) -> None:
         if isinstance(event, ReplicaEvent):
             error = str(getattr(event, "error", ""))
-            self._on_event(ModelReplicaChanged(key, event.replica, event.kind, error))
+            self._events.write(ModelReplicaChanged(key, event.replica, event.kind, error))

@@ -66,15 +66,16 @@ class ServerKeeper:
         self._current: ActorClient[RunServer] | None = None
         self._task: asyncio.Task[None] | None = None
         self._stats: RunServerStats | None = None
+        """Of the present server; None while none is up."""
         self._refused_before = 0
         """Requests that ended servers refused."""
-        self._up = self._stopping = False
+        self._stopping = False
 
     @property
     def report(self) -> RunServerReport:
         """The server at its last health check, and the counts of all servers so far."""
         stats = self._stats
-        if stats is None or not self._up:
+        if stats is None:
             return RunServerReport(False, 0, 0, self._refused_before, self._budget.total)
         return RunServerReport(
             True, stats.running, stats.waiting, self._refused_before + stats.refused, self._budget.total
@@ -94,7 +95,7 @@ class ServerKeeper:
         """Asks the server to stop, then kills it."""
         self._stopping = True
         current, task = self._current, self._task
-        if current is not None and task is not None and self._up:
+        if current is not None and task is not None and self._stats is not None:
             try:
                 await current.call(timeout_s, RunServer.stop)
                 await asyncio.wait([task], timeout=timeout_s)
@@ -120,7 +121,7 @@ class ServerKeeper:
             if self._stopping:
                 return
             self._refused_before += self._stats.refused if self._stats is not None else 0
-            self._up, self._stats = False, None
+            self._stats = None
             await self._clear(current, client_id)
             if not self._budget.take():
                 logger.error(
@@ -142,7 +143,6 @@ class ServerKeeper:
         # Lasts as long as the run; the health checks below bound it.
         running = asyncio.create_task(current.call(FOREVER_S, RunServer.run), name="run of the server")
         told: ReplicaTable | None = None
-        self._up = True
         try:
             # Each round sends a new table, if any, and checks the health; a new table starts the next round early.
             while not running.done():

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import ray
@@ -40,8 +40,8 @@ from asyncrl.types import (
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 FETCH_TIMEOUT_S = 120.0
 BLAME_S = 5.0
@@ -269,13 +269,9 @@ class TrainerPool:
         await asyncio.gather(*(actor.ended(timeout_s, TrainerWorker.ping) for actor in self._killed))
 
     async def _on_all(
-        self,
-        timeout_s: float,
-        method: Callable[Concatenate[TrainerWorker, P], Awaitable[T]],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, timeout_s: float, method: Callable[[TrainerWorker, *Ts], Awaitable[T]], *args: *Ts
     ) -> list[T]:
-        calls = [actor.call(timeout_s, method, *args, **kwargs) for actor in self._actors]
+        calls = [actor.call(timeout_s, method, *args) for actor in self._actors]
         return await self._together(calls, method.__name__)
 
     async def _together(self, calls: Sequence[Coroutine[Any, Any, T]], method: str) -> list[T]:
