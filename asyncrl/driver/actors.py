@@ -98,11 +98,8 @@ class Actors:
         self.engines = None if devices is None else EngineTurns(self.replicas, devices, start_timeout_s=start_s)
         """None unless the engines share their devices with the trainer."""
         fixed_by = "rollout.engine=remote" if recipe.rollout.engine == "remote" else ""
-        limits = FleetLimits(
-            recipe.rollout.num_replicas,
-            recipe.rollout.max_replicas,
-            "placement=colocated" if recipe.is_colocated else fixed_by,
-        )
+        fixed_by = "placement=colocated" if recipe.is_colocated else fixed_by
+        limits = FleetLimits(recipe.rollout.num_replicas, recipe.rollout.max_replicas, fixed_by)
         self.fleet_size = FleetSize(self.replicas, placements, limits, start_timeout_s=start_s, on_event=events.write)
         self.queue_writer = ""
         """Names the present queue in its events."""

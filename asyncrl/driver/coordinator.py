@@ -30,7 +30,7 @@ from asyncrl.inference.engines import ENGINES
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.queue.staleness import StalenessPolicy
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S
-from asyncrl.remote.tasks import end
+from asyncrl.remote.tasks import cancel, end
 from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import (
@@ -177,9 +177,7 @@ class Coordinator:
                     )
                 )
         finally:
-            for task in (training, stop, *guards):
-                task.cancel()
-            await asyncio.gather(training, stop, *guards, return_exceptions=True)
+            await cancel(training, stop, *guards)
             await self._next_step.close()
             await end(self._recording, patience_s=RECORD_S)
             await self._evaluations.close()
@@ -468,12 +466,11 @@ class Coordinator:
         self._clock.resume(state.elapsed_s)
         logger.info("resumed from %s: step %d, %s", checkpoint, self.step, counts)
         # A smaller `run.max_steps` than before leaves groups that no step will train.
-        held = counts.trained + counts.active - self._recipe.run.max_steps * self._recipe.batch.groups_per_step
+        most = self._recipe.run.max_steps
+        held = counts.trained + counts.active - most * self._recipe.batch.groups_per_step
         if held > 0:
             logger.warning(
-                "%d groups are more than run.max_steps=%d trains: its last checkpoint keeps them",
-                held,
-                self._recipe.run.max_steps,
+                "%d groups are more than run.max_steps=%d trains: its last checkpoint keeps them", held, most
             )
 
     # -- guards --------------------------------------------------------------------------------------------------

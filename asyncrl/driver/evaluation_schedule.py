@@ -21,6 +21,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.publisher import Publisher
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError
+from asyncrl.remote.tasks import cancel
 from asyncrl.types import EvalResult, ReplicaTable
 from asyncrl.types.events import EvaluationFailed, EvaluationSkipped, EvaluationStarted, SetEvaluated
 from asyncrl.types.metrics import Metric
@@ -70,7 +71,9 @@ class Evaluations:
         if not self._config.every_steps or self._stop.is_set():
             return {}
         if last:
-            await self._end_beside(step)
+            self._due = None
+            if self._beside is not None:
+                await self._unless_stopped(self._beside.work, step)
             found = self._take(last=True)
             return found if self._stop.is_set() else found | await self._by_all(step)
         found = self._take()
@@ -95,8 +98,7 @@ class Evaluations:
     async def close(self) -> None:
         """Cancels the evaluation in progress. Its replicas are fenced or stopped together with the others."""
         if self._beside is not None:
-            self._beside.work.cancel()
-            await asyncio.gather(self._beside.work, return_exceptions=True)
+            await cancel(self._beside.work)
             self._beside = None
 
     # -- by all replicas -----------------------------------------------------------------------------------------
@@ -173,12 +175,6 @@ class Evaluations:
     def _still_leased(self, leases: Mapping[int, ReplicaControl]) -> ReplicaTable:
         table = self._parts.replicas.table
         return replace(table, rows={i: r for i, r in table.those("leased").items() if leases.get(i) is r.handle})
-
-    async def _end_beside(self, step: int) -> None:
-        """Returns when no evaluation runs during training, or a stop came."""
-        self._due = None
-        if self._beside is not None:
-            await self._unless_stopped(self._beside.work, step)
 
     def _take(self, *, last: bool = False) -> dict[str, float]:
         """The metrics of an evaluation that has ended since the last call. An evaluation that failed for the first time

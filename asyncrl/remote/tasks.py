@@ -19,10 +19,15 @@ async def concurrently(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         raise
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels all, and returns when they have ended. Does not raise their errors."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def end(task: asyncio.Task[Any] | None, *, patience_s: float = 0.0) -> None:

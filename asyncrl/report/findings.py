@@ -157,9 +157,7 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
         if kind in (events.ReplicaSuspended.kind, events.ReplicaFailed.kind):
             out[replica] = str(event.get("error", "")).strip().splitlines()[-1:][0] if event.get("error") else ""
             failures[replica] = failures.get(replica, 0) + 1
-        elif kind in (events.ReplicaServing.kind, events.ReplicaRejoined.kind):
-            out.pop(replica, None)
-        elif kind == events.ReplicaLeft.kind:
+        elif kind in (events.ReplicaServing.kind, events.ReplicaRejoined.kind, events.ReplicaLeft.kind):
             out.pop(replica, None)
             if event.get("why") == "no_place":
                 out[replica] = "no node has room for it"

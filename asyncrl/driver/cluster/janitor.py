@@ -87,11 +87,9 @@ def processes_of(run_id: str) -> list[psutil.Process]:
     """The living processes on this machine that belong to a run, except this process and its parent."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
             if process.environ().get(RUN_VARIABLE) == run_id and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except (psutil.Error, OSError):
-            continue  # it has ended, or belongs to another user
     own = psutil.Process()
     return [process for process in found if process not in (own, own.parent())]
 
@@ -100,10 +98,8 @@ def children_of(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
     """All descendants of these processes."""
     found: set[psutil.Process] = set()
     for process in processes:
-        try:
+        with suppress(psutil.Error):  # it has ended
             found.update(process.children(recursive=True))
-        except psutil.Error:
-            continue  # it has ended
     return found
 
 

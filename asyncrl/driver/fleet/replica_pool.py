@@ -20,6 +20,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RunFaile
 from asyncrl.inference.replica import GRACE_S, Replica
 from asyncrl.inference.replica_actor import ReplicaControl
 from asyncrl.remote.failure_policy import RestartBudget
+from asyncrl.remote.tasks import cancel
 from asyncrl.types import ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, events
 
 logger = logging.getLogger(__name__)
@@ -98,17 +99,12 @@ class ReplicaPool:
     @property
     def table(self) -> ReplicaTable:
         """All replicas, for the listener."""
-        members = self._membership.members
         asleep = frozenset[int]() if self._devices is None else self._devices.turns.asleep
-        return ReplicaTable(
-            self._membership.generation,
-            {
-                i: ReplicaRow(
-                    self._controls[i], m.state, m.incarnation, m.version, self._details.get(i, ""), i in asleep
-                )
-                for i, m in members.items()
-            },
-        )
+        rows = {}
+        for i, member in self._membership.members.items():
+            state, detail = member.state, self._details.get(i, "")
+            rows[i] = ReplicaRow(self._controls[i], state, member.incarnation, member.version, detail, i in asleep)
+        return ReplicaTable(self._membership.generation, rows)
 
     async def set_listener(self, listener: Listener | None) -> None:
         """Sends the table to this listener, now and after each change; None: to nobody. Raises the listener's
@@ -206,10 +202,7 @@ class ReplicaPool:
     async def stop(self, timeout_s: float) -> None:
         """Asks every replica to stop, then kills it. Replacements end."""
         self._stopping = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         controls = list(self._controls.values())
         stops = (control.call(timeout_s, Replica.stop) for control in controls)
         for outcome in await asyncio.gather(*stops, return_exceptions=True):

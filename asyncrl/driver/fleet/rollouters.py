@@ -21,7 +21,7 @@ from asyncrl.driver.fleet.actor_channels import channels
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.failure_policy import FailureAction, RestartBudget, failure_action
-from asyncrl.remote.tasks import concurrently, retrieved
+from asyncrl.remote.tasks import cancel, concurrently, retrieved
 from asyncrl.remote.waits import FOREVER_S, ROLLOUTER
 from asyncrl.rollout.rollouter import Rollouter
 from asyncrl.types import EvalResult, PartialGroup, ReplicaTable, RolloutStats, Trajectory
@@ -180,10 +180,7 @@ class Rollouters:
     async def stop(self, timeout_s: float) -> None:
         """Asks all to stop, then kills them. Raises the first error of a call."""
         self._stopping = True
-        forgetting = list(self._forgetting)
-        for task in forgetting:
-            task.cancel()
-        await asyncio.gather(*forgetting, return_exceptions=True)
+        await cancel(*self._forgetting)
         alive = [m.current.actor for m in self._members if m.current.failure is None]
         stops = [actor.call(timeout_s, Rollouter.stop) for actor in alive]
         try:

@@ -14,6 +14,7 @@ from asyncrl.driver.fleet.actor_channels import channels
 from asyncrl.errors import AsyncRLError, ProcessDied
 from asyncrl.remote.actor_client import ActorClient
 from asyncrl.remote.failure_policy import RestartBudget
+from asyncrl.remote.tasks import cancel
 from asyncrl.remote.waits import FOREVER_S
 from asyncrl.serving.run_server import RunServer
 from asyncrl.types import ReplicaTable, RunServerReport, RunServerStats
@@ -75,11 +76,9 @@ class ServerKeeper:
     def report(self) -> RunServerReport:
         """The server at its last health check, and the counts of all servers so far."""
         stats = self._stats
-        if stats is None:
-            return RunServerReport(False, 0, 0, self._refused_before, self._budget.total)
-        return RunServerReport(
-            True, stats.running, stats.waiting, self._refused_before + stats.refused, self._budget.total
-        )
+        running, waiting, refused = (0, 0, 0) if stats is None else (stats.running, stats.waiting, stats.refused)
+        refused += self._refused_before
+        return RunServerReport(stats is not None, running, waiting, refused, self._budget.total)
 
     def set_replicas(self, table: ReplicaTable) -> None:
         """Schedules sending the table, whose handles are the replicas' controls, to the server."""
@@ -102,8 +101,7 @@ class ServerKeeper:
             except AsyncRLError as error:
                 logger.info("while stopping: %s", error)
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)
         if current is not None:
             current.kill()
         self._remove_file()
@@ -120,7 +118,7 @@ class ServerKeeper:
                 failure = error
             if self._stopping:
                 return
-            self._refused_before += self._stats.refused if self._stats is not None else 0
+            self._refused_before = self.report.refused
             self._stats = None
             await self._clear(current, client_id)
             if not self._budget.take():
@@ -159,8 +157,7 @@ class ServerKeeper:
                 change.cancel()
             await running
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await cancel(running)
 
     async def _clear(self, current: ActorClient[RunServer] | None, client_id: str) -> None:
         """Removes the remains of a dead server: its process, its file, and its requests at the replicas."""

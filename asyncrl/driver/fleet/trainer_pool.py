@@ -21,6 +21,7 @@ from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, cause, e
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.remote.actor_client import ActorClient, ActorHandle
 from asyncrl.remote.reply import reply_now
+from asyncrl.remote.tasks import cancel
 from asyncrl.remote.waits import MESSAGE_QUEUE, trainer_rank
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import TrainerWorker
@@ -292,9 +293,7 @@ class TrainerPool:
                 raise await self._to_blame(method, errors, unanswered)
             return [task.result() for task in tasks]
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
 
     async def _to_blame(
         self, method: str, errors: dict[int, BaseException], unanswered: Iterable[ActorClient]

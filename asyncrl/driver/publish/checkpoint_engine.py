@@ -34,11 +34,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.config.recipe import Interrupt
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.driver.publish.verdict import all_late, any_late, blamed, is_gone, is_trainers, verdict
-from asyncrl.errors import (
-    DeadlineExceeded,
-    WeightTransferError,
-    explain,
-)
+from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.inference.replica import GRACE_S, Replica
 from asyncrl.types import (
     Digest,

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -215,11 +215,8 @@ def _launch(directory: str, limits: SandboxLimits, level: Level, report: int) ->
         "needed": [sys.executable, os.__file__, str(_LAUNCHER)],
         "report": report,
         "level": level,
-        "cpu_s": limits.cpu_s,
-        "memory_bytes": limits.memory_bytes,
-        "file_bytes": limits.file_bytes,
         "total_bytes": _TOTAL_FILES * limits.file_bytes,
-        "max_processes": limits.max_processes,
+        **asdict(limits),
     }
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(_LAUNCHER), json.dumps(request)],
