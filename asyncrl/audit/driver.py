@@ -231,9 +231,8 @@ class Driver:
         verify = self._limits.verify
         is_owed = verify == "always" or (verify == "first" and (self._joined > 0 or self._published is None))
         if (is_owed and not verified) or (verify == "off" and verified):
-            self._find(
-                f"publish of version {version} is {'' if verified else 'not '}verified with weights.verify={verify}"
-            )
+            how = "verified" if verified else "not verified"
+            self._find(f"publish of version {version} is {how} with weights.verify={verify}")
         self._turn = None
         self.version = self._published = version
         self._versions.add(version)

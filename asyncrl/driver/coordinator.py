@@ -169,13 +169,9 @@ class Coordinator:
             if not training.done() and not self._stop.is_set():
                 raise ProcessDied("the rollouter stopped by itself; see the log of the run")
             if not training.done():
-                raise DeadlineExceeded(
-                    explain(
-                        f"stop after step {self.step + 1}",
-                        f"the step did not end within {self._recipe.run.shutdown_timeout_s:g} s",
-                        "resume=auto goes on from the last checkpoint; raise run.shutdown_timeout_s to wait longer",
-                    )
-                )
+                found = f"the step did not end within {self._recipe.run.shutdown_timeout_s:g} s"
+                do = "resume=auto goes on from the last checkpoint; raise run.shutdown_timeout_s to wait longer"
+                raise DeadlineExceeded(explain(f"stop after step {self.step + 1}", found, do))
         finally:
             await cancel(training, stop, *guards)
             await self._next_step.close()
@@ -405,13 +401,9 @@ class Coordinator:
                 await self._publisher.catch_up(self.step)
             if time.monotonic() > deadline:
                 what = f"{answer.missing} groups short" if answer.missing else f"{answer.overdue} overdue groups"
-                raise DeadlineExceeded(
-                    explain(
-                        f"the groups of step {self.step + 1}",
-                        f"after {self._recipe.staleness.overdue_timeout_s:g} s still {what}; {answer.counts}",
-                        "see events.jsonl for what the running groups wait for, or raise staleness.overdue_timeout_s",
-                    )
-                )
+                found = f"after {self._recipe.staleness.overdue_timeout_s:g} s still {what}; {answer.counts}"
+                do = "see events.jsonl for what the running groups wait for, or raise staleness.overdue_timeout_s"
+                raise DeadlineExceeded(explain(f"the groups of step {self.step + 1}", found, do))
         return None
 
     async def _drain(self) -> float:
@@ -426,14 +418,10 @@ class Coordinator:
                 await self._publisher.catch_up(self.step)
                 break
             if time.monotonic() - started > self._recipe.staleness.overdue_timeout_s:
-                raise DeadlineExceeded(
-                    explain(
-                        f"drain before the publish of version {self.step}",
-                        f"groups were still running after {self._recipe.staleness.overdue_timeout_s:g} s: "
-                        f"{await queue.call(CALL_TIMEOUT_S, MessageQueue.counts)}",
-                        "raise staleness.overdue_timeout_s or shorten rollout.request_timeout_s",
-                    )
-                )
+                counts = await queue.call(CALL_TIMEOUT_S, MessageQueue.counts)
+                found = f"groups were still running after {self._recipe.staleness.overdue_timeout_s:g} s: {counts}"
+                do = "raise staleness.overdue_timeout_s or shorten rollout.request_timeout_s"
+                raise DeadlineExceeded(explain(f"drain before the publish of version {self.step}", found, do))
         return time.monotonic() - started
 
     # -- checkpoint ----------------------------------------------------------------------------------------------

@@ -116,15 +116,10 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
     nearest = list(fitting.values())[:2]
     do = f"set {', or '.join(nearest)}" if nearest else "train a smaller model, or adapters (trainer.lora.rank)"
     do += _OTHER_GPU
-    raise ConfigError(
-        explain(
-            f"trainer.num_ranks={recipe.trainer.num_ranks} for {facts.name} with micro-batches of "
-            f"{recipe.max_tokens_per_microbatch} tokens",
-            f"a rank needs about {present / GIB:.0f} GiB {at}, and has {room / GIB:.0f} of the {gpu / GIB:.0f} "
-            "GiB of its GPU",
-            do,
-        )
-    )
+    batches = f"micro-batches of {recipe.max_tokens_per_microbatch} tokens"
+    asked = f"trainer.num_ranks={recipe.trainer.num_ranks} for {facts.name} with {batches}"
+    has = f"{room / GIB:.0f} of the {gpu / GIB:.0f} GiB of its GPU"
+    raise ConfigError(explain(asked, f"a rank needs about {present / GIB:.0f} GiB {at}, and has {has}", do))
 
 
 def _room_on_gpu(recipe: Recipe, gpu: int, demand: Demand) -> int:
@@ -209,15 +204,10 @@ def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape],
     key = f"rollout.{rollout.engine}.tensor_parallel_size"
     do = f"set {key}={fitting}" if fitting else "shorten rollout.sampling.max_response_tokens, or use a smaller model"
     do += _OTHER_GPU
-    raise ConfigError(
-        explain(
-            f"a replica of {facts.name} with {key}={workers}",
-            f"a worker needs {weights / workers / GIB:.0f} GiB for weights, {cache / workers / GIB:.0f} for one "
-            f"sequence of {rollout.max_model_len} tokens and {ENGINE_BYTES / GIB:.0f} besides, and has "
-            f"{room / GIB:.0f} of the {gpu / GIB:.0f} GiB of its GPU",
-            do,
-        )
-    )
+    needs = f"{weights / workers / GIB:.0f} GiB for weights, {cache / workers / GIB:.0f} for one sequence of "
+    needs += f"{rollout.max_model_len} tokens and {ENGINE_BYTES / GIB:.0f} besides"
+    found = f"a worker needs {needs}, and has {room / GIB:.0f} of the {gpu / GIB:.0f} GiB of its GPU"
+    raise ConfigError(explain(f"a replica of {facts.name} with {key}={workers}", found, do))
 
 
 # The micro-batch, which decides on the memory of activations.

@@ -118,14 +118,11 @@ class GuardLoop:
             return None
         if decision.action == "stopped":
             done = "; the corrections are raised" if self.correction_bounds < 1 else ""
-            self.stopped = RunFailed(
-                explain(
-                    "a policy close enough to the one that sampled (staleness.guard=act)",
-                    f"after step {step}: {decision.reason}; the limit on the lag is {decision.limit}, the lowest{done}",
-                    f"lower trainer.lr, or take another algorithm.loss or algorithm.corrections, then go on from an "
-                    f"earlier checkpoint or from that of step {step} (resume=auto)",
-                )
-            )
+            asked = "a policy close enough to the one that sampled (staleness.guard=act)"
+            found = f"after step {step}: {decision.reason}; the limit on the lag is {decision.limit}, the lowest{done}"
+            do = "lower trainer.lr, or take another algorithm.loss or algorithm.corrections, then go on from an "
+            do += f"earlier checkpoint or from that of step {step} (resume=auto)"
+            self.stopped = RunFailed(explain(asked, found, do))
             return None
         return await self._queue.call(CALL_TIMEOUT_S, MessageQueue.limit_lag, decision.limit)
 

@@ -399,18 +399,13 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
     yield "mode", f"{recipe.mode}: max_lag {recipe.max_lag}, {publishes}, generations in flight: {recipe.interrupt}"
     if recipe.is_colocated:
         yield "placement", f"colocated, in turns: {TURNS[recipe.mode]}"
-    yield (
-        "batch",
-        f"{batch.groups_per_step} groups x {batch.group_size} = {trajectories} trajectories a step, "
-        f"{trajectories // trainer.layout.num_plans} per rank; at most {slots} groups ({slots * batch.group_size} "
-        f"trajectories) exist at once",
-    )
+    text = f"{batch.groups_per_step} groups x {batch.group_size} = {trajectories} trajectories a step, "
+    text += f"{trajectories // trainer.layout.num_plans} per rank; at most {slots} groups "
+    yield "batch", f"{text}({slots * batch.group_size} trajectories) exist at once"
     detail += f", up to {rollout.max_replicas} where there is room" if rollout.max_replicas else ""
-    yield (
-        "rollout",
-        f"{rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {rollout.max_model_len}, "
-        f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}",
-    )
+    text = f"{rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {rollout.max_model_len}, "
+    text += f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}"
+    yield "rollout", text
     for key, (pool, replicas) in recipe.pools.items():
         length = f"max_model_len {replicas.max_model_len}"
         yield key, f"{replicas.num_replicas} {replicas.engine} replica(s) of {pool.path}, {length}"
@@ -489,10 +484,8 @@ def _layout(trainer: TrainerConfig) -> str:
     """Which ranks share a plan; empty if none do."""
     plans, megatron = trainer.layout.num_plans, trainer.megatron
     if trainer.backend == "megatron":
-        return (
-            f"tensor {megatron.tensor_parallel} x pipeline {megatron.pipeline_parallel} x {plans} copies; experts over "
-            f"{megatron.expert_parallel} x {megatron.experts_split_by}"
-        )
+        experts = f"experts over {megatron.expert_parallel} x {megatron.experts_split_by}"
+        return f"tensor {megatron.tensor_parallel} x pipeline {megatron.pipeline_parallel} x {plans} copies; {experts}"
     shared = trainer.fsdp.context_parallel
     return f"{shared} ranks share the tokens of a micro-batch, {plans} micro-batches at once" if shared > 1 else ""
 
@@ -517,11 +510,9 @@ def _describe_held_out(recipe: Recipe, name: str, prompts: RenderedPrompts | Non
     yield "held out", f"{name}: {said}"
     questions = Counter(row.messages for row in prompts.rows) if prompts is not None else Counter()
     if 0 < len(questions) < number:
-        yield (
-            "note",
-            f"held-out set {name} asks {len(questions)} different questions, up to "
-            f"{max(questions.values())} times each: eval.samples multiplies that, and intervals count questions",
-        )
+        asked = f"{len(questions)} different questions, up to {max(questions.values())} times each"
+        note = f"held-out set {name} asks {asked}: eval.samples multiplies that, and intervals count questions"
+        yield "note", note
 
 
 def _describe_sources(train: TrainingSet | None, num_groups: int) -> Iterator[tuple[str, str]]:
@@ -565,8 +556,5 @@ def _too_many_replicas(recipe: Recipe, cores: int) -> Iterator[str]:
     free = cores if alternate else cores - busy
     fitting = max(1, free // threads)
     if replicas > fitting:
-        beside = "" if alternate else f" and {ranks} trainer rank(s)"
-        yield (
-            f"rollout.num_replicas={fitting}: {replicas} replicas{beside} share {cores} cores, and each waits for the "
-            "others"
-        )
+        sharing = f"{replicas} replicas" + ("" if alternate else f" and {ranks} trainer rank(s)")
+        yield f"rollout.num_replicas={fitting}: {sharing} share {cores} cores, and each waits for the others"

@@ -219,13 +219,9 @@ class _Run:
             logger.error("%s has failed after step %d; the training side restarts: %s", lost.process, step, lost)
             self._write_loss(lost, step)
             if not budget.take():
-                raise RunFailed(
-                    explain(
-                        "train on after the loss of a process",
-                        f"{lost.process} failed after {budget} of the training side: {lost}",
-                        f"see {self._spec.directory.faults}; raise recovery.max_restarts, or go on with resume=auto",
-                    )
-                ) from lost
+                found = f"{lost.process} failed after {budget} of the training side: {lost}"
+                do = f"see {self._spec.directory.faults}; raise recovery.max_restarts, or go on with resume=auto"
+                raise RunFailed(explain("train on after the loss of a process", found, do)) from lost
             if isinstance(lost, DeadlineExceeded):
                 await asyncio.to_thread(self._report, lost)
             try:
@@ -340,13 +336,8 @@ class _Run:
 
     def _on_stall(self, quiet_s: float) -> None:
         """Ends the run. Called in the watchdog's thread: the event loop may be the part that hangs."""
-        error = Stalled(
-            explain(
-                "progress of the run",
-                f"none for {quiet_s:.0f} s",
-                f"read the stacks below {self._spec.directory.faults}; raise recovery.stall_timeout_s if it was slow",
-            )
-        )
+        do = f"read the stacks below {self._spec.directory.faults}; raise recovery.stall_timeout_s if it was slow"
+        error = Stalled(explain("progress of the run", f"none for {quiet_s:.0f} s", do))
         logger.error("%s", error)
         self._report(error)
         self._loop.call_soon_threadsafe(self._stall, error)

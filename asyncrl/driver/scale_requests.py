@@ -121,9 +121,8 @@ def ask(directory: Path, replicas: int | None, timeout_s: float) -> FleetReport:
             if time.monotonic() > deadline:
                 found = f"the run has not answered within {timeout_s:g} s"
                 do = "see its log.txt: it may be starting, or restarting its training side; then ask again"
-                raise DeadlineExceeded(
-                    explain("a look at the fleet" if replicas is None else asked(replicas), found, do)
-                )
+                what = "a look at the fleet" if replicas is None else asked(replicas)
+                raise DeadlineExceeded(explain(what, found, do))
             time.sleep(0.05)
         answer = json.loads(answered.read_text(encoding="utf-8"))
     finally:

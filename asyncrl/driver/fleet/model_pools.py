@@ -32,10 +32,6 @@ class ClusterGpus:
     total: float
     free_of_nodes: tuple[int, ...]
 
-    @property
-    def free(self) -> int:
-        return sum(self.free_of_nodes)
-
 
 def pool_gpus(recipe: Recipe, gpus: ClusterGpus) -> dict[str, float]:
     """GPUs of one replica of each pool; 0: computes on a CPU. Engines that take whole GPUs come first; embedded engines
@@ -48,12 +44,13 @@ def pool_gpus(recipe: Recipe, gpus: ClusterGpus) -> dict[str, float]:
     settings = {key: replicas for key, (_, replicas) in recipe.pools.items()}
     whole = {key: r.settings.num_workers for key, r in settings.items() if ENGINES[r.engine].takes_whole_gpus}
     sharing = [key for key, r in settings.items() if key not in whole and r.torch.device != "cpu"]
-    left = gpus.free - sum(each * settings[key].num_replicas for key, each in whole.items())
+    free = sum(gpus.free_of_nodes)
+    left = free - sum(each * settings[key].num_replicas for key, each in whole.items())
     bundles = [Bundle(each) for key, each in whole.items() for _ in range(settings[key].num_replicas)]
     require(
         left >= (1 if sharing else 0) and fit(bundles, gpus.free_of_nodes) is not None,
         asked=f"replicas of {' and '.join([*whole, *sharing])} beside those of the policy and the trainer ranks",
-        found=f"of {gpus.total:g} GPUs these leave {gpus.free}: {', '.join(map(str, gpus.free_of_nodes)) or 0} on each "
+        found=f"of {gpus.total:g} GPUs these leave {free}: {', '.join(map(str, gpus.free_of_nodes)) or 0} on each "
         "node, and a replica lives on one",
         do="add GPUs, lower the number of replicas or ranks, or set "
         + " and ".join(f"{key}.engine=torch with {key}.torch.device=cpu" for key in (*whole, *sharing)),
@@ -115,9 +112,8 @@ class ModelPools:
                 await pool.watch()
             except RunFailed as error:
                 found = f"its replicas failed too often: {error}"
-                raise RunFailed(
-                    explain(f"the {key} ({key}.path)", found, "see the log; raise recovery.max_replica_restarts")
-                ) from error
+                do = "see the log; raise recovery.max_replica_restarts"
+                raise RunFailed(explain(f"the {key} ({key}.path)", found, do)) from error
 
         await concurrently(one(key, pool) for key, pool in self._pools.items())
 

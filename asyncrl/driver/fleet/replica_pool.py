@@ -129,10 +129,8 @@ class ReplicaPool:
         async def one(replica_id: int, control: ReplicaControl) -> None:
             try:
                 await self._load(replica_id, control)
-            except ConfigError:
-                raise
             except Exception as error:
-                if len(failed) >= spare:
+                if isinstance(error, ConfigError) or len(failed) >= spare:
                     raise
                 failed[replica_id] = error
             else:
@@ -166,9 +164,8 @@ class ReplicaPool:
                 while not self.members:
                     await self._wait_change()
         except TimeoutError:
-            raise DeadlineExceeded(
-                explain("a replica to publish to", f"none was up within {timeout_s:.1f} s", "see the log of the run")
-            ) from None
+            found, do = f"none was up within {timeout_s:.1f} s", "see the log of the run"
+            raise DeadlineExceeded(explain("a replica to publish to", found, do)) from None
 
     async def watch(self) -> None:
         """Checks the health of every member and resends the table (a connection can break although no process died),
@@ -407,13 +404,9 @@ class ReplicaPool:
             control = self._controls[replica_id] = self._spawn(replica_id)
             self._spawn_task(self._start(replica_id, control, delay_s), f"replace replica {replica_id}")
         else:
-            self.failure = RunFailed(
-                explain(
-                    f"replica {replica_id} to serve",
-                    f"it failed after {self._budget.total} replacement(s) in this run, {self._budget}: {why}",
-                    "see the log of the run; raise recovery.max_replica_restarts, or go on with resume=auto",
-                )
-            )
+            found = f"it failed after {self._budget.total} replacement(s) in this run, {self._budget}: {why}"
+            do = "see the log of the run; raise recovery.max_replica_restarts, or go on with resume=auto"
+            self.failure = RunFailed(explain(f"replica {replica_id} to serve", found, do))
             self._changed.set()
         self._tell_soon(replica_id)
 

@@ -239,13 +239,9 @@ class Rollouters:
             logger.error("the rollouter has failed: %s", failure)
             self._on_event(RollouterFailed(str(failure), restarts=self._budget.total))
             if not self._budget.take():
-                raise RunFailed(
-                    explain(
-                        "the rollouter to go on",
-                        f"it failed after {self._budget}: {failure}",
-                        "see the log of the run; raise recovery.max_restarts, or go on with resume=auto",
-                    )
-                ).of(ROLLOUTER) from failure
+                found = f"it failed after {self._budget}: {failure}"
+                do = "see the log of the run; raise recovery.max_restarts, or go on with resume=auto"
+                raise RunFailed(explain("the rollouter to go on", found, do)).of(ROLLOUTER) from failure
             # Requeue before the start: the queue then refuses late calls of the dead client.
             started_s = time.monotonic()
             taken = await self._take_back(f"the rollouter failed: {failure}", dead.client_id)
@@ -258,11 +254,10 @@ class Rollouters:
             except (ProcessDied, DeadlineExceeded) as error:
                 if not self._is_gone(member, member.current, error):
                     self._give_up(member, member.current, ProcessDied(f"it could not start: {error}").of(ROLLOUTER))
-                assert member.current.failure is not None
-                failure = member.current.failure
-                continue
-            self._on_event(RollouterRestarted(time.monotonic() - started_s, groups=taken))
-            return
+                failure = member.current.failure or failure
+            else:
+                self._on_event(RollouterRestarted(time.monotonic() - started_s, groups=taken))
+                return
 
     async def _drop(self, client_id: str) -> None:
         try:

@@ -101,10 +101,8 @@ class TrainerPool:
             ConfigError: the model cannot be read or trained.
             DeadlineExceeded, ProcessDied: naming the rank. Nothing is left running.
         """
-        options: dict[str, Any] = {
-            "num_cpus": 0,  # the run places the ranks, not Ray's count of cores
-            "num_gpus": num_gpus_per_rank,
-        }
+        # No CPUs: the run places the ranks, not Ray's count of cores.
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus_per_rank}
         if num_gpus_per_rank == 0:
             options["runtime_env"] = {"env_vars": spec.environment}
         elif spec.trainer.device == "auto":  # the GPU is reserved: no rank may silently train on a CPU
