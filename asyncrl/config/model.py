@@ -28,6 +28,8 @@ class ModelConfig:
     keeps it when the run is resumed."""
     inference_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the replicas' weights and compute, and of publishes."""
+    image_directory: str | None = None
+    """The model reads the images in this directory. data.image_directory sets it."""
 
     def __post_init__(self) -> None:
         do = "set model.path to a directory or hub name"

@@ -147,6 +147,8 @@ class Recipe:
         self._check_schedule()
         self._check_weights()
         # Derived settings come last, after the checks of the settings as written.
+        if self.data.image_directory is not None:
+            object.__setattr__(self, "model", replace(self.model, image_directory=self.data.image_directory))
         if self.is_colocated:
             require_turns(self.mode, self.rollout, self.trainer, self.weights, staleness, self.eval)
             object.__setattr__(self, "rollout", with_sleep(self.rollout))

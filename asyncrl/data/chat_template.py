@@ -110,6 +110,12 @@ class ChatTemplate:
         at = text.index(REPLY) + len(REPLY)
         return text[:at], text[at:]
 
+    def image_text(self, mark: str) -> str:
+        """What the template writes for an image, of which `mark` is the token."""
+        parts = [{"type": "text", "text": QUESTION}, {"type": "image"}, {"type": "text", "text": REPLY}]
+        between = self._rendered([{"role": "user", "content": parts}]).partition(QUESTION)[2].partition(REPLY)[0]
+        return between if mark in between else mark
+
     def harmless(self, text: str) -> str:
         """`text` with a space inserted into every special token, so that it cannot end its turn."""
         begun = any(first in text for first in self._firsts)  # few: many tokenizers have hundreds of special tokens

@@ -137,7 +137,8 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     def held_out_prompts(source: str) -> RenderedPrompts | None:
         if not may_read(source):
             return None
-        rows = load_rows(source, recipe.data.schema, recipe.data.system_prompt)[: recipe.eval.max_prompts]
+        data = recipe.data
+        rows = load_rows(source, data.schema, data.system_prompt, data.image_directory)[: recipe.eval.max_prompts]
         check_rows(recipe.reward, rows)
         if renderer is None:
             return None

@@ -21,6 +21,7 @@ from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import RequestStream, empty_chunk
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, PauseMode, TokenChunk, TransferSource
+from asyncrl.types.images import without_images
 
 logger = logging.getLogger(__name__)
 
@@ -479,7 +480,7 @@ class ProcessEngine(ABC, Generic[S]):
 
     def _check(self, request: GenerationRequest) -> None:
         found = misfit(
-            request,
+            request if self._model.image_directory is None else without_images(request),
             engine=self.key,
             max_model_len=self._context_tokens,
             vocab_size=self._vocab_size(),

@@ -7,9 +7,11 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.errors import BadRequest, explain
+from asyncrl.errors import BadRequest, GenerationError, explain
 from asyncrl.inference.shared.kv_admission import KvAdmission
 from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.process_engine import ProcessEngine
@@ -19,6 +21,7 @@ from asyncrl.inference.vllm.sampling_params import sampling_params
 from asyncrl.inference.vllm.streams import VllmStream
 from asyncrl.kernels.routers import expert_layers
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TransferSource
+from asyncrl.types.images import ImageRun, ImageStore, as_model_ids, images_in
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ class VllmEngine(ProcessEngine[VllmStream]):
         self._max_top = settings.max_logprobs
         self._records = ("experts",) if settings.record_experts else ()
         self._expert_layers: list[int] = []
+        self._images = None if model.image_directory is None else ImageStore(model.image_directory)
+        self._token = 0  # of images
         self._launcher = Launcher(model, settings, load_real_weights=load_real_weights, seed=seed)
         self._llm: Any = None
         self._transfer: VllmPublishCalls | None = None
@@ -101,6 +106,8 @@ class VllmEngine(ProcessEngine[VllmStream]):
         self._launcher.start()
         self._llm = await asyncio.shield(asyncio.wrap_future(self._launcher.started))
         self._publishes = self._transfer = VllmPublishCalls(self._llm)
+        if self._images is not None:
+            self._token = self._llm.model_config.hf_config.image_token_id
         if self._records:
             self._expert_layers = expert_layers(self._llm.model_config.hf_config.to_dict())
 
@@ -130,7 +137,10 @@ class VllmEngine(ProcessEngine[VllmStream]):
         from vllm.inputs import tokens_input
 
         request, llm = stream.request, self._llm
-        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=str(self._salt))
+        images = images_in(request.prompt_ids)
+        prompt: Any = tokens_input(request.prompt_ids.tolist(), cache_salt=str(self._salt))
+        if images:
+            prompt = self._with_images(request.prompt_ids, images)
         params = sampling_params(request, self._vocab_size())
         try:
             collector = await llm.add_request(request.request_id, prompt, params)
@@ -146,8 +156,27 @@ class VllmEngine(ProcessEngine[VllmStream]):
         finished = False
         while not finished:
             output = await collector.get()
+            if images and output.prompt_token_ids != as_model_ids(request.prompt_ids, self._token).tolist():
+                found = (
+                    f"vLLM makes other tokens of it than the model's processor: {len(output.prompt_token_ids or [])}"
+                )
+                do = "train this model on rows of text"
+                raise GenerationError(explain(f"a prompt of {len(request.prompt_ids)} tokens with images", found, do))
             finished = output.finished
             self._hand_over(stream, stream.take(output, self._version), is_last=finished)
+
+    def _with_images(self, ids: np.ndarray, images: list[ImageRun]) -> dict[str, Any]:
+        """vLLM's prompt: each image is one token, which vLLM expands again. It keeps its encoder's outputs over
+        publishes, which never change the encoder."""
+        assert self._images is not None, "others refuse the ids"
+        keys = [image.key for image in images]
+        rest = np.concatenate([image.at[1:] for image in images])
+        return {
+            "prompt_token_ids": np.delete(as_model_ids(ids, self._token), rest).tolist(),
+            "multi_modal_data": {"image": self._images.open(keys)},
+            "multi_modal_uuids": {"image": keys},
+            "cache_salt": str(self._salt),
+        }
 
     def _leave(self, stream: VllmStream) -> None:
         super()._leave(stream)

@@ -69,8 +69,8 @@ def engine_arguments(
         "stream_interval": settings.stream_interval,
         "enforce_eager": settings.enforce_eager,
         "enable_sleep_mode": settings.enable_sleep_mode,
-        "skip_tokenizer_init": not settings.structured_outputs,
-        "language_model_only": True,  # rows are text
+        "skip_tokenizer_init": not settings.structured_outputs and model.image_directory is None,
+        "language_model_only": model.image_directory is None,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": settings.max_logprobs,
