@@ -242,7 +242,7 @@ class RowReader:
     ) -> tuple[ChatMessage, ...]:
         """The messages with the keys of their images, which are stored: those that parts of contents bring, and those
         of the row's column, in order, for the other places. Raises DataError."""
-        column = next((record[name] for name in _IMAGES if record.get(name) not in (None, "", [])), [])
+        column: Any = next((record[name] for name in _IMAGES if record.get(name) not in (None, "", [])), [])
         given = deque(column if isinstance(column, list | tuple) else [column])
         texts = [message.content for message in messages]
         if given and _MARK not in "".join(texts):

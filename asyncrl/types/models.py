@@ -204,18 +204,18 @@ def decoder_of(model: Any) -> Any:
     return getattr(model, "model", model) if found is model else found
 
 
-def drop_towers(model: Any) -> list[str]:
-    """Removes what text never passes, in place: encoders of images and sound, and their projections. Returns the names
-    of the removed modules."""
+def drop_towers(model: Any) -> dict[str, Any]:
+    """Removes what text never passes, in place: encoders of images and sound, and their projections. Returns the
+    removed modules by name."""
     decoder, head = decoder_of(model), model.get_output_embeddings()
     kept = {id(tensor) for part in (decoder, head) if part is not None for tensor in part.parameters()}
-    dropped: list[str] = []
+    dropped: dict[str, Any] = {}
     for name, module in list(model.named_modules()):
         own = [id(parameter) for parameter in module.parameters()]
         if own and kept.isdisjoint(own) and not name.startswith(tuple(f"{outer}." for outer in dropped)):
             parent, _, last = name.rpartition(".")
             model.get_submodule(parent).register_module(last, None)
-            dropped.append(name)
+            dropped[name] = module
     return dropped
 
 

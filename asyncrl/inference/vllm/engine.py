@@ -169,6 +169,9 @@ class VllmEngine(ProcessEngine[VllmStream]):
         """vLLM's prompt: each image is one token, which vLLM expands again. It keeps its encoder's outputs over
         publishes, which never change the encoder."""
         assert self._images is not None, "others refuse the ids"
+        if (ids == self._token).any():
+            found, do = "it sampled the token of images, which vLLM would take for one", "sample this response again"
+            raise GenerationError(explain("resume a response to a prompt with images", found, do))
         keys = [image.key for image in images]
         rest = np.concatenate([image.at[1:] for image in images])
         return {

@@ -21,6 +21,7 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.kernels.routers import RouterTaps
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.context import ContextRanks
+from asyncrl.trainer.fsdp.images import ImageInputs
 from asyncrl.trainer.fsdp.model import Kernels, choose_attention, compile_layers, load_model, shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
@@ -93,7 +94,7 @@ class Models:
         spec = self._spec
         # Base weights under adapters never change, so they are kept in the dtype of the passes.
         kept = spec.trainer.fsdp.param_dtype if spec.trainer.lora.rank else "float32"
-        model, way = self._load(spec.model, spec.trainer.fsdp, dtype=getattr(torch, kept))
+        model, way, images = self._load(spec.model, spec.trainer.fsdp, dtype=getattr(torch, kept))
         taps = self._taps(model, way)
         find = partial(stored_layout, model, spec.model)
         self.layout = of_first_rank(self._mesh, find, f"name the tensors of a {type(model).__name__}")
@@ -101,7 +102,7 @@ class Models:
             lora.add_adapters(model, spec.trainer.lora)
         if spec.trainer.compile:
             compile_layers(model)
-        policy = Policy(model, context=self._context, logits=self._logits, taps=taps, way=way)
+        policy = Policy(model, context=self._context, logits=self._logits, taps=taps, way=way, images=images)
         shard(policy, model, self._mesh, spec.trainer.fsdp)
         return policy
 
@@ -122,9 +123,10 @@ class Models:
         named = self._named(path)
         fsdp = replace(spec.trainer.fsdp, activation_checkpointing=False, reshard_after_forward=True)
         key = "algorithm.kl.path" if path else "model.path"
-        model, way = self._load(named, fsdp, key=key, dtype=getattr(torch, fsdp.param_dtype))
+        model, way, images = self._load(named, fsdp, key=key, dtype=getattr(torch, fsdp.param_dtype))
         self._check_vocabulary(model, f"{key}={named.path}")
-        reference = Policy(model.requires_grad_(False).eval(), context=self._context, logits=self._logits, way=way)
+        frozen = model.requires_grad_(False).eval()
+        reference = Policy(frozen, context=self._context, logits=self._logits, way=way, images=images)
         shard(reference, model, self._mesh, fsdp)
         return reference
 
@@ -132,7 +134,7 @@ class Models:
         spec, path = self._spec, self._spec.algorithm.critic.path
         named = self._named(path)
         key = "algorithm.critic.path" if path else "model.path"
-        backbone, way = self._load(named, spec.trainer.fsdp, key=key, head=False)
+        backbone, way, _ = self._load(named, spec.trainer.fsdp, key=key, head=False)
         self._check_vocabulary(backbone, f"{key}={named.path}")
         if spec.trainer.compile:
             compile_layers(backbone)
@@ -140,8 +142,10 @@ class Models:
         shard(critic, backbone, self._mesh, spec.trainer.fsdp)
         return critic
 
-    def _load(self, model: ModelConfig, fsdp: FsdpConfig, **how: Any) -> tuple[PreTrainedModel, Way]:
-        found = load_model(model, fsdp, self._mesh, max_model_len=self._spec.max_model_len, **how)
+    def _load(
+        self, model: ModelConfig, fsdp: FsdpConfig, **how: Any
+    ) -> tuple[PreTrainedModel, Way, ImageInputs | None]:
+        found, towers = load_model(model, fsdp, self._mesh, max_model_len=self._spec.max_model_len, **how)
         sinks = any("sink" in name for name, _ in found.named_parameters())
         attention = choose_attention(fsdp, Kernels.of(torch.device(self._mesh.device_type)), sinks=sinks)
         packing, head = self._spec.trainer.packing, how.get("head", True)
@@ -150,7 +154,17 @@ class Models:
             asked = f"trainer.fsdp.context_parallel={fsdp.context_parallel}"
             do = "set trainer.fsdp.context_parallel to 1"
             raise ConfigError(explain(asked, f"rows of a {type(found).__name__} are padded", do))
-        return found, way
+        if model.image_directory is None:
+            return found, way, None
+        rope = getattr(found.config.get_text_config(), "rope_parameters", None) or {}
+        if "mrope_section" in rope and not way.pads:
+            asked, why = (
+                f"images for a {type(found).__name__}",
+                "its positions in images have three axes, also in a row",
+            )
+            raise ConfigError(explain(asked, why, "set trainer.packing=padded"))
+        dtype = getattr(torch, fsdp.param_dtype)
+        return found, way, ImageInputs(towers, found.config, model, self._mesh, dtype)
 
     def _named(self, path: str | None) -> ModelConfig:
         """The model at `path`; `model.revision` applies to `model.path` only."""

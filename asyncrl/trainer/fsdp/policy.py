@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from asyncrl.algorithms.router_balance import routing_sums
 from asyncrl.kernels.routers import RouterTaps
 from asyncrl.trainer.fsdp.context import ContextRanks
+from asyncrl.trainer.fsdp.images import ImageInputs
 from asyncrl.trainer.fsdp.proof import Way, forward_row
 from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.model import Routers
@@ -29,9 +30,11 @@ class Policy(nn.Module):
         logits: LogitRules | None = None,
         taps: RouterTaps | None = None,
         way: Way | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
         """
         Args:
+            images: of the tokens; None: they have none.
             way: how rows pass through the model; None: packed.
             context: the ranks that share each row; None: this rank has whole rows.
             logits: how logits are formed; None: the default.
@@ -41,7 +44,7 @@ class Policy(nn.Module):
         self.causal_lm = causal_lm
         self._context, self._way = context or ContextRanks(), way or Way()
         self._logits = replace(logits or LogitRules(), cap=self._way.cap)
-        self._taps = taps
+        self._taps, self._images = taps, images
         self._routers = None if taps is None else Routers(len(taps.layers), taps.per_token, taps.num_experts)
 
     def forward(self, tokens: PackedTokens, temperature: float, *, routing: bool = False) -> tuple[torch.Tensor, ...]:
@@ -50,9 +53,11 @@ class Policy(nn.Module):
         log-probabilities, [n, k] float32, come last. The same on all ranks that share the row."""
         part = self._context.part_of(tokens)
         tokens = part.tokens
+        if self._images is not None:  # environments may have written images, which nothing predicts
+            tokens = replace(tokens, targets=self._images.plain(tokens.targets))
         if self._routers is not None and tokens.experts is not None:
             self._routers.require(tokens.experts)
-        hidden, choices = forward_row(self.causal_lm, part, self._way, self._taps, routing=routing)
+        hidden, choices = forward_row(self.causal_lm, part, self._way, self._taps, self._images, routing=routing)
         temperature = temperature / self._way.scale
         # Three ways to the log-probabilities: over the kept tokens, with further tokens, or of the targets alone.
         head: Any = self.causal_lm.get_output_embeddings()

@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.kernels.routers import RouterChoice, RouterTaps
 from asyncrl.trainer.fsdp.attention import PACKED_ROWS, PACKED_SDPA
 from asyncrl.trainer.fsdp.context import RowPart
+from asyncrl.trainer.fsdp.images import ImageInputs
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl.types import decoder_of
 
@@ -46,7 +47,13 @@ class Way:
 
 
 def forward_row(
-    model: PreTrainedModel, part: RowPart, way: Way, taps: RouterTaps | None = None, *, routing: bool = False
+    model: PreTrainedModel,
+    part: RowPart,
+    way: Way,
+    taps: RouterTaps | None = None,
+    images: ImageInputs | None = None,
+    *,
+    routing: bool = False,
 ) -> tuple[torch.Tensor, list[RouterChoice]]:
     """[n, hidden size]: the last layer's output at the predictor of each predicted token of this rank's part. Routers
     take the experts of the tokens. With `routing` also what they choose by themselves, for the N tokens of the row.
@@ -54,6 +61,7 @@ def forward_row(
 
     Args:
         taps: of the model; None: tokens bring no experts, and `routing` is not requested.
+        images: of the model; None: tokens have none.
     """
     tokens = part.tokens
     batch, places = _padded(tokens) if way.pads else (None, torch.arange(part.num_real, device=tokens.targets.device))
@@ -63,19 +71,19 @@ def forward_row(
             filled = tokens.experts.new_full((batch.numel(), *tokens.experts.shape[1:]), -1)
             taps.experts = filled.index_copy_(0, places, tokens.experts)
     with nullcontext([]) if taps is None or not routing else taps.recorded() as seen:
-        found = _packed(model, part) if batch is None else decoder_of(model)(input_ids=batch, use_cache=False)
+        read = partial(decoder_of(model) if images is None else partial(images.read, model), use_cache=False)
+        found = read(batch) if batch is not None else _packed(read, part)
     choices = [RouterChoice(of.scores.index_select(0, places), of.experts.index_select(0, places)) for of in seen]
     hidden = found.last_hidden_state.flatten(0, 1)
     predictors = tokens.predictors if batch is None else places.index_select(0, tokens.predictors)
     return hidden.index_select(0, predictors), choices
 
 
-def _packed(model: PreTrainedModel, part: RowPart) -> Any:
+def _packed(read: Callable[..., Any], part: RowPart) -> Any:
     tokens, layout = part.tokens, part.tokens.layout
-    return decoder_of(model)(
-        input_ids=tokens.input_ids,
+    return read(
+        tokens.input_ids,
         position_ids=tokens.position_ids,
-        use_cache=False,
         packed_layout=layout,
         exchange=part.exchange,
         # flash attention reads these; the other implementations read the layout
