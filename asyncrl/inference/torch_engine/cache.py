@@ -86,6 +86,8 @@ class SlotCache(DynamicCache):
         """`config`: of the Hugging Face model."""
         super().__init__(config=config)
         self._states: list[torch.Tensor] = []
+        self.shifts = torch.zeros(num_slots, dtype=torch.int64)
+        """Of positions, per row: `ImageInputs.shifts`."""
         self._num_slots = num_slots
         self._max_model_len = max_model_len
         self._keys: dict[int, torch.Tensor] = {}
@@ -126,16 +128,17 @@ class SlotCache(DynamicCache):
         if len(moves.source) == 0:
             return
         source, target = torch.from_numpy(moves.source), torch.from_numpy(moves.target)
-        for store in self.tensors:
+        for store in (*self.tensors, self.shifts):
             store[target.to(store.device)] = store[source.to(store.device)]
 
     def clear(self, rows: torch.Tensor) -> None:
         """Rows of requests that nothing was prefilled for."""
-        for whole in self._stored():
-            whole[rows] = 0
+        for whole in (*self._stored(), self.shifts):
+            whole[rows.to(whole.device)] = 0
 
     def fill(self, rows: torch.Tensor, prompts: PromptCache, prompt_rows: torch.Tensor) -> None:
         """Copies prompt `prompt_rows[i]` to slot `rows[i]`."""
+        self.shifts[rows.cpu()] = prompts.shifts[prompt_rows.cpu()]
         for (states, index), whole in zip(recurrent_states(prompts), self._stored(), strict=True):
             whole[rows] = states[index][prompt_rows]
         for layer_idx, (keys, values) in prompts.attended.items():
@@ -166,6 +169,7 @@ class PromptCache(DynamicCache):
     def __init__(self, config: Any, num_prompts: int, width: int) -> None:
         super().__init__(config=config)
         self.attended: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.shifts = torch.zeros(num_prompts, dtype=torch.int64)
         self._num_prompts = num_prompts
         self._width = width
         self._start = 0

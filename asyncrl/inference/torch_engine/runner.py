@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, Sl
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
 from asyncrl.inference.torch_engine.sampling import log_softmax
 from asyncrl.inference.torch_engine.slots import Moves
+from asyncrl.kernels.images import ImageInputs
 from asyncrl.kernels.routers import RouterTaps
 from asyncrl.types import (
     HOW_TO_TIE,
@@ -30,6 +32,7 @@ from asyncrl.types import (
     misfit,
     settle,
 )
+from asyncrl.types.images import FIRST_ID
 
 PREFILL_TOKENS = 1024
 """Tokens of one prefill pass, padding included: bounds its memory and how long it delays running requests."""
@@ -56,7 +59,7 @@ def load_model(
     settle(architecture, max_model_len)
     model: Any
     kinds = auto_class(architecture)
-    if real_weights:
+    if real_weights or config.image_directory is not None:  # no publish has the encoder of images
         model, loaded = kinds.from_pretrained(path, config=architecture, output_loading_info=True, **hub, **kind)
         if why := misfit(model, loaded):
             do = HOW_TO_TIE if why == UNTIED else "name a whole model: save it again with all of its tensors"
@@ -67,7 +70,10 @@ def load_model(
             torch.manual_seed(seed)
             remote = {"trust_remote_code": config.trust_remote_code}
             model = kinds.from_config(architecture, **remote, **kind)
-    drop_towers(model)
+    towers = drop_towers(model)
+    model.image_inputs = None
+    if config.image_directory is not None:
+        model.image_inputs = ImageInputs(architecture, config, towers, device, model.dtype)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -92,6 +98,7 @@ class Prefill:
         self.prompts = prompts
         self.width = max(map(len, prompts))
         self.done = 0
+        self.has_images = any((prompt >= FIRST_ID).any() for prompt in prompts)
         self.cache = PromptCache(config, len(prompts), self.width)
 
     @property
@@ -144,7 +151,7 @@ class ModelRunner:
         self._cache.aim(self._rows[: len(tokens)], positions, kv_len)
         output = self.model(
             input_ids=torch.from_numpy(tokens).to(self._device)[:, None],
-            position_ids=positions[:, None],
+            position_ids=(positions + self._cache.shifts[: len(tokens)].to(self._device))[:, None],
             attention_mask=self._mask(positions, kv_len)[:, None, None],
             use_cache=False,
             **{self._cache_name: self._cache},
@@ -191,8 +198,9 @@ class ModelRunner:
 
     def _chunk_of(self, prefill: Prefill) -> int:
         """Tokens per prompt in one pass: all of them where layers are recurrent, which not all go on from a state with
-        several tokens (Mamba-1 does not)."""
-        return prefill.width if self.needs_equal_lengths else max(1, self.prefill_tokens // len(prefill.prompts))
+        several tokens (Mamba-1 does not), and where prompts have images."""
+        whole = self.needs_equal_lengths or prefill.has_images
+        return prefill.width if whole else max(1, self.prefill_tokens // len(prefill.prompts))
 
     def _feed(self, prefill: Prefill, model: Any, **options: Any) -> Any:
         """Runs `model` on the next chunk of every prompt."""
@@ -205,8 +213,15 @@ class ModelRunner:
             ids[row, : len(piece)] = piece
         positions = self._positions[start:stop]
         prefill.cache.aim(start)
-        output = model(
-            input_ids=torch.from_numpy(ids).to(self._device),
+        tokens = torch.from_numpy(ids).to(self._device)
+        read = partial(model, input_ids=tokens)
+        if prefill.has_images:
+            images: ImageInputs = self.model.image_inputs
+            read = partial(images.read, self.model, tokens, logits=model is self.model)
+            for row, prompt in enumerate(prefill.prompts):
+                own = torch.from_numpy(prompt.astype(np.int64))[None].to(self._device)
+                prefill.cache.shifts[row] = images.shifts(self.model, own)[0]
+        output = read(
             position_ids=positions[None],
             attention_mask=self._mask(positions, stop)[None, None],
             use_cache=False,

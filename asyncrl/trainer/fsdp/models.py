@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -18,10 +19,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
+from asyncrl.kernels.images import ImageInputs
 from asyncrl.kernels.routers import RouterTaps
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.context import ContextRanks
-from asyncrl.trainer.fsdp.images import ImageInputs
 from asyncrl.trainer.fsdp.model import Kernels, choose_attention, compile_layers, load_model, shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
@@ -158,13 +159,15 @@ class Models:
             return found, way, None
         rope = getattr(found.config.get_text_config(), "rope_parameters", None) or {}
         if "mrope_section" in rope and not way.pads:
-            asked, why = (
-                f"images for a {type(found).__name__}",
-                "its positions in images have three axes, also in a row",
-            )
+            asked, why = f"images for a {type(found).__name__}", "its positions have three axes, which rows do not tell"
             raise ConfigError(explain(asked, why, "set trainer.packing=padded"))
-        dtype = getattr(torch, fsdp.param_dtype)
-        return found, way, ImageInputs(towers, found.config, model, self._mesh, dtype)
+        device = torch.device(self._mesh.device_type)
+        images = ImageInputs(found.config, model, towers, device, getattr(torch, fsdp.param_dtype))
+        if dist.get_world_size() > 1:
+            for tower in towers.values():
+                for tensor in (*tower.parameters(), *tower.buffers()):
+                    dist.broadcast(tensor, src=0)
+        return found, way, images
 
     def _named(self, path: str | None) -> ModelConfig:
         """The model at `path`; `model.revision` applies to `model.path` only."""

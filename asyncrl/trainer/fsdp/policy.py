@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from asyncrl.algorithms.router_balance import routing_sums
+from asyncrl.kernels.images import ImageInputs
 from asyncrl.kernels.routers import RouterTaps
 from asyncrl.trainer.fsdp.context import ContextRanks
-from asyncrl.trainer.fsdp.images import ImageInputs
 from asyncrl.trainer.fsdp.proof import Way, forward_row
 from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.model import Routers

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError, explain
+from asyncrl.kernels.images import ImageInputs
 from asyncrl.kernels.routers import RouterChoice, RouterTaps
 from asyncrl.trainer.fsdp.attention import PACKED_ROWS, PACKED_SDPA
 from asyncrl.trainer.fsdp.context import RowPart
-from asyncrl.trainer.fsdp.images import ImageInputs
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl.types import decoder_of
 
