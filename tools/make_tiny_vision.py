@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--model", type=Path, default=Path("runs/tiny-vision"))
     parser.add_argument("--data", type=Path, default=Path("data"))
-    parser.add_argument("--steps", type=int, default=200, help="of the supervised passes (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=250, help="of the supervised passes (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     write_data(options.data, options.seed)

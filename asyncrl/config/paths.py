@@ -17,10 +17,16 @@ _COMMANDS = (
     ("python tools/make_tool_task.py", "tiny-tool-qwen3", "tool"),
     ("python tools/make_tool_task.py --task interleaved", "tiny-interleaved-qwen3", "interleaved"),
     ("python tools/make_tool_task.py --task code", "tiny-code-qwen3", "code"),
+    ("python tools/make_tiny_vision.py", "tiny-vision", "drawn_numbers"),
     ("make real-model", "smollm2-135m-instruct", "chain_sum"),
 )
 MADE_BY = {f"runs/{model}": command for command, model, _ in _COMMANDS if model}
-MADE_BY |= {f"data/{data}_{part}.jsonl": made for made, _, data in _COMMANDS if data for part in ("train", "test")}
+MADE_BY |= {
+    f"data/{data}_{part}": made
+    for made, _, data in _COMMANDS
+    if data
+    for part in ("train.jsonl", "test.jsonl", "train.parquet", "test.parquet")
+}
 """Path below the root of the checkout -> the command that makes it."""
 FOLDERS = ("runs", "data", "models", "datasets", "checkpoints", "outputs", "exports")
 """A name that begins with one of these folders is a path on this machine, even if the hub has such an organisation.

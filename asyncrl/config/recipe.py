@@ -148,6 +148,7 @@ class Recipe:
         self._check_weights()
         # Derived settings come last, after the checks of the settings as written.
         if self.data.image_directory is not None:
+            self._check_images()
             object.__setattr__(self, "model", replace(self.model, image_directory=self.data.image_directory))
         if self.is_colocated:
             require_turns(self.mode, self.rollout, self.trainer, self.weights, staleness, self.eval)
@@ -295,6 +296,23 @@ class Recipe:
             asked=f"trainer.schedule={trainer.schedule} with trainer.warmup_steps={trainer.warmup_steps}",
             found=f"run.max_steps={steps}: the run would end before the learning rate has risen",
             do="lower trainer.warmup_steps, or raise run.max_steps",
+        )
+
+    def _check_images(self) -> None:
+        """Checks that all that reads prompts reads images."""
+        blind = {
+            f"rollout.engine={self.rollout.engine}": self.rollout.engine not in ("torch", "vllm"),
+            f"trainer.backend={self.trainer.backend}": self.trainer.backend != "fsdp",
+            "trainer.fsdp.context_parallel above 1": self.trainer.fsdp.context_parallel > 1,
+            "a critic (advantage gae)": self.algorithm.needs_critic,
+            "a teacher": self.teacher.path is not None,
+        }
+        found = next((name for name, is_blind in blind.items() if is_blind), "")
+        require(
+            not found,
+            asked=f"data.image_directory with {found}",
+            found="it reads no images",
+            do="leave it out, or data.image_directory",
         )
 
     def _check_weights(self) -> None:

@@ -401,8 +401,10 @@ def _joined(parts: Sequence[object], key: str, origin: str) -> str:
     texts = []
     for number, part in enumerate(parts):
         kind = part.get("type") or "text" if isinstance(part, Mapping) else ""
-        text = part.get("text") if kind == "text" else part
-        if kind.startswith("image"):  # image_url is OpenAI's
+        text: Any = part
+        if isinstance(part, Mapping) and kind == "text":
+            text = part.get("text")
+        elif isinstance(part, Mapping) and kind.startswith("image"):  # image_url is OpenAI's
             own = next((part[name] for name in (kind, "url", "path", "image") if part.get(name)), None)
             text = _MARK + (json.dumps(own, default=_coded) + "\0" if own else "")
         if not isinstance(text, str):

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from asyncrl.errors import ConfigError, explain
 from asyncrl.types.generation import GenerationRequest
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class ImageStore:
         return key
 
     def open(self, keys: Sequence[str]) -> list[Image]:
-        """The images, in RGB. Raises ConfigError: one is not there."""
+        """The images, in RGB. Raises FileNotFoundError: one is not there."""
         return [_opened(self.directory / key) for key in keys]
 
 
@@ -103,5 +102,5 @@ def _opened(path: Path) -> Image:
         with Image.open(path) as image:
             return image.convert("RGB")
     except OSError as error:
-        do = "share model.image_directory over all nodes, and keep it as long as the run's checkpoints"
-        raise ConfigError(explain(f"the image {path}", str(error), do)) from error
+        do = "share data.image_directory over all nodes, and keep it as long as the run's checkpoints"
+        raise FileNotFoundError(f"the image {path}: {error}; {do}") from error

@@ -197,9 +197,9 @@ def test_a_content_in_parts_is_its_text() -> None:
 @pytest.mark.parametrize(
     ("record", "found"),
     [
-        (RECORD | {"images": ["a.png"]}, "images, and only text can be trained"),
+        (RECORD | {"images": ["a.png"]}, "images, and data.image_directory is not set"),
         ({"prompt": "<video> what?", "answer": "1", "video": {"bytes": "x"}}, "video, and only text"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "1"}, r"content\[0\] is dict"),
+        ({"prompt": [{"role": "user", "content": [{"type": "video_url"}]}], "answer": "1"}, r"content\[0\] is dict"),
         ({"conversations": [{"from": "human", "value": [{"type": "audio"}]}], "answer": "1"}, r"value\[0\] is dict"),
         ({"prompt": [ASKED, {"role": "assistant", "tool_calls": ["weather()"]}], "answer": "1"}, "tool_calls has str"),
         ({"conversations": [{"from": "chatgpt", "value": "hi"}]}, "nothing before its reply"),
