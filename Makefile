@@ -7,6 +7,7 @@
 #   make quickstart-gsm8k   the same on files with the columns of GSM8K
 #   make quickstart-distill  a tiny model learns from a tiny teacher (on-policy distillation)
 #   make quickstart-judge   a tiny judge is the reward
+#   make quickstart-vision  a tiny model that reads images learns to read drawn numbers
 #   make test               set up (with vLLM), lint, type-check, all fast tests: a quarter of an hour
 #   make test-all           everything: the slow tests too, and what needs SGLang, or verifiers and OpenEnv: an hour
 #   make test-gpu           what one GPU can show, in half an hour; needs torch, takes .venv where it is
@@ -44,10 +45,10 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-wor
 
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-vllm install-sglang install-environments quickstart quickstart-real real-model quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k quickstart-distill quickstart-judge test test-all slow test-gpu test-sglang test-environments lint types fast fuzz docs lock clean record-sglang
+.PHONY: help install install-vllm install-sglang install-environments quickstart quickstart-real real-model quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k quickstart-distill quickstart-judge quickstart-vision test test-all slow test-gpu test-sglang test-environments lint types fast fuzz docs lock clean record-sglang
 
 help:
-	@sed -n '2,15p' Makefile
+	@sed -n '2,16p' Makefile
 
 install: $(STAMP)
 
@@ -136,6 +137,12 @@ quickstart-distill: $(STAMP) $(MODEL)/config.json runs/tiny-teacher/config.json 
 
 quickstart-judge: $(STAMP) $(MODEL)/config.json runs/tiny-judge/config.json $(DATA)
 	$(BIN)/asyncrl-train recipes/quickstart_judge.yaml $(ARGS)
+
+quickstart-vision: runs/tiny-vision/config.json
+	$(BIN)/asyncrl-train recipes/vision.yaml $(ARGS)
+
+runs/tiny-vision/config.json: | $(STAMP)
+	$(BIN)/python tools/make_tiny_vision.py --model runs/tiny-vision --data data
 
 quickstart-sglang: $(STAMP_SGLANG)
 	$(ON_SGLANG) $(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_SGLANG) LOCK=$(LOCK_SGLANG)

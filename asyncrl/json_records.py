@@ -68,6 +68,17 @@ def append_line(path: Path, line: str) -> None:
         raise unwritable(path, error) from error
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Writes the file so that readers, also after a crash, find the old text or the new one. Raises StorageError."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise unwritable(path, error) from error
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None

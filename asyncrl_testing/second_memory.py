@@ -10,26 +10,23 @@ import torch
 from asyncrl.errors import WeightTransferError, explain
 from asyncrl.types import IpcSource
 from asyncrl.weights.transports.ipc import IpcReceiver
-from asyncrl.weights.transports.media import HostMapping, Mapping
+from asyncrl.weights.transports.media import HostMapping, Mapping, Medium
 from asyncrl.weights.transports.shared_segment import SharedSegment, attach
 
 
-class SecondMemory:
-    """Implements `Medium`. `unreachable`: receivers that cannot map it; `mistaken`: receivers that map other memory."""
+class SecondMemory(Medium):
+    """`unreachable`: receivers that cannot map it; `mistaken`: receivers that map other memory."""
 
     def __init__(self, nbytes: int, *, unreachable: tuple[int, ...] = (), mistaken: tuple[int, ...] = ()) -> None:
         self._segment = SharedSegment()
         self._segment.reserve(nbytes)
-        self.data = self._segment.data
+        super().__init__(self._segment.data)
         self._unreachable = unreachable
         self._mistaken = mistaken
 
     def describe(self) -> str:
         places = {"path": str(self._segment.path), "unreachable": self._unreachable, "mistaken": self._mistaken}
         return json.dumps(places)
-
-    def synchronize(self) -> None:
-        """Copies to shared memory are complete when they return."""
 
     def close(self) -> None:
         self._segment.close()

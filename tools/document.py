@@ -183,9 +183,9 @@ def metric_keys() -> str:
 def charts() -> str:
     """The charts of the report and of the W&B workspace, by section."""
     parts = []
-    for section in SECTIONS:
-        parts += [f"**{section.title}**", ""]
-        for chart in section.charts:
+    for title, of_section in SECTIONS.items():
+        parts += [f"**{title}**", ""]
+        for chart in of_section:
             families = dict.fromkeys(str(metric_of(key)) for key in chart.keys)
             kind = {"lines": "lines", "stack": "stacked"}[chart.kind]
             parts.append(f"* {chart.title} ({kind}): {', '.join(f'`{key}`' for key in families)}")

@@ -1,4 +1,4 @@
-"""Shared by the group-relative advantages: checks and centres the rewards of one group."""
+"""Advantages from the rewards of one group alone: Dr. GRPO (`centred`), leave-one-out, none; and what they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ def checked(rewards: np.ndarray) -> np.ndarray:
 
 
 def centred(rewards: np.ndarray) -> np.ndarray:
-    """[G] float64, minus their mean. Exactly 0 where all are equal: their rounded mean may differ from them.
+    """[G] float64, minus their mean: the advantage of Dr. GRPO, A_i = r_i - mean(r). Exactly 0 where all are equal:
+    their rounded mean may differ from them.
+
+    It differs from GRPO in that the spread does not divide: with it, questions that are too easy or too hard get more
+    weight than the objective gives them. The other half of Dr. GRPO is `algorithm.aggregation=fixed`, by which long
+    wrong responses are no longer cheaper per token than short ones.
+    Source: Understanding R1-Zero-like training (arXiv:2503.20783) sec. 3.
 
     Raises ValueError: as `checked`.
     """
@@ -28,3 +34,19 @@ def zero_advantages(rewards: np.ndarray) -> np.ndarray:
     Raises ValueError: as `checked`.
     """
     return np.zeros_like(checked(rewards))
+
+
+def rloo_advantages(rewards: np.ndarray) -> np.ndarray:
+    """[G] float64: the reward against the mean of the other trajectories. Exactly 0 where all are equal, also with G=1.
+
+        A_i = r_i - mean(r_j, j != i) = G / (G - 1) (r_i - mean(r))
+
+    It differs from Dr. GRPO in that a trajectory's own reward is not part of its baseline, so the gradient estimate is
+    unbiased for every G; the two agree up to the factor.
+    Source: Back to Basics (arXiv:2402.14740), after Kool et al. 2019.
+
+    Raises ValueError: as `checked`.
+    """
+    advantages = centred(rewards)
+    size = len(advantages)
+    return advantages * (size / max(1, size - 1))

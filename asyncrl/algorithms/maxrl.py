@@ -27,12 +27,8 @@ def maxrl_advantages(rewards: np.ndarray) -> np.ndarray:
     advantages = centred(rewards)
     lowest = float(np.min(rewards))
     if lowest < 0:
-        raise ConfigError(
-            explain(
-                "algorithm.advantage=maxrl",
-                f"a reward of {lowest:g}: it divides by the group's mean, which stands for a probability",
-                "use rewards that are never negative (no overlong penalty, no KL in the reward), or another advantage",
-            )
-        )
+        found = f"a reward of {lowest:g}: it divides by the group's mean, which stands for a probability"
+        do = "use rewards that are never negative (no overlong penalty, no KL in the reward), or another advantage"
+        raise ConfigError(explain("algorithm.advantage=maxrl", found, do))
     mean = float(np.mean(rewards, dtype=np.float64))
     return advantages / mean if mean > 0 else advantages

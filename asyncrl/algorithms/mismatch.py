@@ -43,10 +43,11 @@ def log_mismatch(inputs: LossInputs, ratio: Ratio) -> torch.Tensor:
     return masked_log_ratio(before.detach(), inputs.behavior_logprobs, inputs.mask)
 
 
-def kept_within(inputs: LossInputs, ratio: Ratio, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of a `Correction` that keeps tokens with exp(m_t) in [low, high] and, with ratio proximal, weights
-    them."""
-    weight = bounded_ratio(log_mismatch(inputs, ratio))
-    kept = inputs.mask & (weight >= low) & (weight <= high)
-    factor = masked(weight, kept) if ratio == "proximal" else kept.to(weight.dtype)
-    return factor, inputs.mask & ~kept
+class KeptWithin(Bounded):
+    """A `Correction` that keeps tokens with exp(m_t) in [low, high] and, with ratio proximal, weights them."""
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = bounded_ratio(log_mismatch(inputs, self.ratio))
+        kept = inputs.mask & (weight >= self.low) & (weight <= self.high)
+        factor = masked(weight, kept) if self.ratio == "proximal" else kept.to(weight.dtype)
+        return factor, inputs.mask & ~kept

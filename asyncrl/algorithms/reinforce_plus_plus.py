@@ -11,17 +11,9 @@ Source: REINFORCE++ (arXiv:2501.03262) sec. 3.
 
 from __future__ import annotations
 
-import numpy as np
-
 from asyncrl.algorithms.group_rewards import centred, checked
 
-
-def own_rewards(rewards: np.ndarray) -> np.ndarray:
-    """[G] float64: the rewards themselves; the trainer turns them into token advantages. Raises ValueError: malformed
-    rewards."""
-    return checked(rewards)
-
-
-def baseline_advantages(rewards: np.ndarray) -> np.ndarray:
-    """[G] float64, exactly 0 where all rewards are equal; not yet whitened. Raises ValueError: malformed rewards."""
-    return centred(rewards)
+own_rewards = checked
+"""The rewards themselves; the trainer turns them into token advantages."""
+baseline_advantages = centred
+"""Not yet whitened."""

@@ -2,7 +2,8 @@
 
     loss = E / L sum_l sum_e f_{l,e} P_{l,e}
     f_{l,e}: mean over tokens of how many of a token's K experts in layer l are e; sums to K; no gradient
-    P_{l,e}: probability that the router of layer l gives expert e, mean over tokens
+    P_{l,e}: share of expert e in the scores that the router of layer l gives a token, mean over tokens: a probability
+             where scores come from a softmax, the P of DeepSeek-V3 (arXiv:2412.19437) where they come from a sigmoid
 
 L layers with E experts each, over all tokens of the update, prompts included, on all ranks. Balance is required of the
 update, not of each micro-batch: experts may still specialise, and the loss does not depend on packing or ranks. f is
@@ -20,21 +21,16 @@ from collections.abc import Sequence
 import torch
 
 
-def routing_sums(router_logits: Sequence[torch.Tensor], top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over the tokens of a forward pass: how often each expert is chosen, and its summed probability, [L, E] float32
-    each; the second has a gradient.
+def routing_sums(choices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the tokens of a forward pass: how often each expert is chosen, and its summed share of the scores, [L, E]
+    float32 each; the second has a gradient.
 
     Args:
-        router_logits: for each layer with experts [tokens, E], any float dtype.
+        choices: of each layer with experts, the scores [tokens, E] float, not negative, and the chosen [tokens, k].
     """
-    counts, probabilities = [], []
-    for logits in router_logits:
-        given = logits.float().softmax(-1)
-        # The choice has no gradient; only the probabilities train the router.
-        chosen = given.detach().topk(top_k, dim=-1).indices.flatten()
-        counts.append(torch.bincount(chosen, minlength=logits.shape[-1]).float())
-        probabilities.append(given.sum(0))
-    return torch.stack(counts), torch.stack(probabilities)
+    counts = [torch.bincount(chosen.flatten(), minlength=scores.shape[-1]).float() for scores, chosen in choices]
+    shares = [(scores / scores.sum(-1, keepdim=True)).sum(0) for scores, _ in choices]
+    return torch.stack(counts), torch.stack(shares)
 
 
 def balance_weights(fractions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from asyncrl.audit.metrics import METRICS, check_metrics
 from asyncrl.audit.replay import EVENTS, Audit
 from asyncrl.audit.saved import read_saved
 from asyncrl.errors import ConfigError, explain
+from asyncrl.json_records import from_plain
 
 __all__ = ["Audit", "AuditReport", "Finding", "Limits", "audit_run", "main"]
 
@@ -79,15 +80,14 @@ def _limits(directory: Path) -> Limits:
     try:
         config = json.loads((directory / CONFIG).read_bytes())
         recipe = config["recipe"]
-        found = (
-            recipe["batch"]["groups_per_step"],
-            config["resolved"]["max_lag"],
-            recipe["run"]["max_steps"],
-            recipe["rollout"]["num_replicas"],
-        )
-        if not all(type(number) is int and number >= 0 for number in found):
-            raise ValueError(f"groups_per_step, max_lag, max_steps, num_replicas: {found}")
-        return Limits(*found, recipe["weights"]["verify"])
+        found = {
+            "groups_per_step": recipe["batch"]["groups_per_step"],
+            "max_lag": config["resolved"]["max_lag"],
+            "max_steps": recipe["run"]["max_steps"],
+            "replicas": recipe["rollout"]["num_replicas"],
+            "verify": recipe["weights"]["verify"],
+        }
+        return from_plain(Limits, found)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _no_run(directory, f"{CONFIG}: {type(error).__name__}: {error}") from error
 

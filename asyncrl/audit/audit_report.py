@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from asyncrl.ranges import Whole
 from asyncrl.types import LedgerCounts
 
 SHOWN = 50
@@ -44,10 +45,10 @@ class Limits:
     """The limits in the recipe of the run; a resume cannot change the first two. `verify`: which publishes carry
     digests."""
 
-    groups_per_step: int
-    max_lag: int
-    max_steps: int
-    replicas: int
+    groups_per_step: Whole
+    max_lag: Whole
+    max_steps: Whole
+    replicas: Whole
     verify: str
 
 

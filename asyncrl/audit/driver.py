@@ -22,18 +22,10 @@ _REPLICA: dict[type[events.ReplicaEvent], tuple[tuple[str, ...], str]] = {
     events.ReplicaLeft: (("new", "serving", "leased", "suspended", "down"), "away"),
 }
 """Event -> (states of the replica in which it may occur, next state). `away`: not part of the fleet."""
-_OUT_OF_TRAINING = (
-    events.ReplicaFailed
-    | events.ReplicaStarted
-    | events.ReplicaSuspended
-    | events.ReplicaRejoined
-    | events.ReplicaJoined
-    | events.ReplicaLeft
-    | events.FleetResized
-    | events.ModelReplicaChanged
-)
-"""Events of background tasks, which also occur while the run ends or its training side restarts."""
 _Life = events.RunFaulted | events.TrainingResumed | events.TrainingFailed | events.TrainingRestarted
+_AT_ANY_TIME = events.ReplicaEvent | events.FleetResized | events.ModelReplicaChanged | _Life
+"""Also while the run ends or its training side restarts, since background tasks tell them; except for the next ones."""
+_IN_TRAINING = events.ReplicaServing | events.ReplicaLeased | events.ReplicaReturned
 
 
 @dataclass(slots=True)
@@ -93,7 +85,7 @@ class Driver:
 
     def on(self, event: events.Event, step: int) -> None:
         """Handles every event except those of the message queue, `start` and `end`."""
-        if not isinstance(event, _OUT_OF_TRAINING | _Life):
+        if isinstance(event, _IN_TRAINING) or not isinstance(event, _AT_ANY_TIME):
             self._expect(event.kind, "training")
         match event:
             case events.RunFaulted() | events.TrainingResumed() | events.TrainingFailed() | events.TrainingRestarted():
@@ -239,9 +231,8 @@ class Driver:
         verify = self._limits.verify
         is_owed = verify == "always" or (verify == "first" and (self._joined > 0 or self._published is None))
         if (is_owed and not verified) or (verify == "off" and verified):
-            self._find(
-                f"publish of version {version} is {'' if verified else 'not '}verified with weights.verify={verify}"
-            )
+            how = "verified" if verified else "not verified"
+            self._find(f"publish of version {version} is {how} with weights.verify={verify}")
         self._turn = None
         self.version = self._published = version
         self._versions.add(version)

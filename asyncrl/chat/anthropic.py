@@ -64,16 +64,10 @@ def to_chat(body: object) -> dict[str, Any]:
     """The equivalent chat completion. Raises ApiError naming the field."""
     asked = parsed(MessagesRequest, body)
     messages = [made for number, m in enumerate(asked.messages) for made in _messages(number, m)]
-    made: dict[str, Any] = {
-        "model": asked.model,
+    made = asked.model_dump(include={"model", "max_tokens", "temperature", "top_p", "top_k", "stream"}) | {
         "messages": with_system(texts_joined(asked.system or "", ("text",), "system"), messages),
         "tools": [_tool(tool) for tool in asked.tools],
-        "max_tokens": asked.max_tokens,
         "stop": asked.stop_sequences or None,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k,
-        "stream": asked.stream,
     }
     if (choice := asked.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name or ""}}
@@ -162,10 +156,9 @@ class MessagesReply(Reply):
         return [*events, last, _event("message_stop")]
 
     def whole(self) -> dict[str, Any]:
-        end = self._end
-        reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
-        reason = None if end is None else reasons.get(end.reason, "stop_sequence" if end.stop_string else "end_turn")
-        cached = 0 if end is None else end.cached_tokens
+        end = self._end or End("", 0, 0, None)
+        reasons = {"": None, "length": "max_tokens", "tool_calls": "tool_use"}
+        reason = reasons.get(end.reason, "stop_sequence" if end.stop_string else "end_turn")
         return {
             "id": self._id,
             "type": "message",
@@ -173,14 +166,14 @@ class MessagesReply(Reply):
             "model": self._model,
             "content": list(self._blocks),
             "stop_reason": reason,
-            "stop_sequence": end.stop_string if end is not None and reason == "stop_sequence" else None,
+            "stop_sequence": end.stop_string if reason == "stop_sequence" else None,
             "usage": {
-                "input_tokens": 0 if end is None else end.prompt_tokens - cached,
-                "cache_read_input_tokens": cached,
+                "input_tokens": end.prompt_tokens - end.cached_tokens,
+                "cache_read_input_tokens": end.cached_tokens,
                 "cache_creation_input_tokens": 0,
-                "output_tokens": 0 if end is None else end.completion_tokens,
+                "output_tokens": end.completion_tokens,
             },
-            "weight_version": None if end is None else end.version,
+            "weight_version": end.version,
         }
 
     def failed(self, error: ApiError) -> Event:

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from asyncrl.chat.fields import ApiError, json_value
+from asyncrl.remote.tasks import cancel
 
 T = TypeVar("T")
 
@@ -23,6 +24,10 @@ MAX_BODY_BYTES = 4 * 2**20
 BODY_TIMEOUT_S = 60.0
 """Longest time for a body to arrive."""
 RETRY_AFTER_S = 1
+
+
+STATUS_CLIENT_LEFT = 499
+"""Nobody reads it: only in the metrics."""
 
 
 class ClientLeft(Exception):
@@ -87,9 +92,8 @@ def require_local_host(request: Request) -> None:
     except ValueError:
         if name != "localhost" and not name.endswith(".localhost"):
             found = f"the Host header {host[:100]!r} is no address of this machine"
-            raise ApiError(
-                403, f"{found}; ask 127.0.0.1 or localhost, or give the server a key", code="wrong_host"
-            ) from None
+            do = "ask 127.0.0.1 or localhost, or give the server a key"
+            raise ApiError(403, f"{found}; {do}", code="wrong_host") from None
 
 
 def frame(data: Mapping[str, Any], event: str = "") -> str:
@@ -115,9 +119,7 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -
             raise ClientLeft
         return task.result()
     finally:
-        task.cancel()
-        left.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
+        await cancel(task, left)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -16,7 +16,6 @@ from asyncrl.chat.fields import ApiError, Fields, Length, Served, bad_field, par
 from asyncrl.chat.reply import Dialect, End, Event, MadeCall, Reply, text_of, texts_joined, with_system
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_ITEM = Annotated[dict[str, Any], Field()]
 
 
 class FlatTool(Fields):
@@ -56,7 +55,7 @@ class ResponsesRequest(Served):
     information: ClassVar[tuple[str, ...]] = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
     model: str | None = None
-    input: str | list[_ITEM] = Field(examples=["..."])
+    input: str | list[dict[str, Any]] = Field(examples=["..."])
     instructions: str | None = None
     tools: list[FlatTool] = Field([], examples=[[{"type": "function", "name": "..."}]])
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
@@ -71,19 +70,14 @@ class ResponsesRequest(Served):
 def to_chat(body: object) -> dict[str, Any]:
     """The equivalent chat completion. Raises ApiError naming the field."""
     asked = parsed(ResponsesRequest, body)
-    choice = asked.tool_choice
-    made: dict[str, Any] = {
-        "model": asked.model,
+    choice: Any = asked.tool_choice
+    if isinstance(choice, FlatChoice):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    made = asked.model_dump(include={"model", "parallel_tool_calls", "temperature", "top_p", "stream"}) | {
         "messages": with_system(asked.instructions, _messages(asked.input)),
         "tools": [_tool(tool.model_dump()) for tool in asked.tools],
-        "tool_choice": {"type": "function", "function": {"name": choice.name}}
-        if isinstance(choice, FlatChoice)
-        else choice,
-        "parallel_tool_calls": asked.parallel_tool_calls,
+        "tool_choice": choice,
         "max_tokens": asked.max_output_tokens,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "stream": asked.stream,
     }
     if asked.text is not None and asked.text.format is not None:
         form = asked.text.format.model_dump()
@@ -200,19 +194,16 @@ class ResponsesReply(Reply):
             "status": "in_progress" if end is None else "incomplete" if cut else "completed",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": asked.get("instructions"),
-            "max_output_tokens": asked.get("max_output_tokens"),
+            **{name: asked.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")},
             "model": self._model,
             "output": list(self._items),
             "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "temperature": asked.get("temperature"),
             "text": asked.get("text") or {"format": {"type": "text"}},
             "tool_choice": asked.get("tool_choice") or "auto",
             "tools": asked.get("tools") or [],
-            "top_p": asked.get("top_p"),
             "truncation": "disabled",
             "usage": None if end is None else _usage(end),
             "metadata": asked.get("metadata") or {},

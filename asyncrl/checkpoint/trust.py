@@ -68,7 +68,9 @@ ASKED = {
     **dict.fromkeys(("ray.address", "reward.remote.url", "rollout.openenv.url", "rollout.remote.urls"), _MACHINE),
     **dict.fromkeys(("rollout.agent.host", "rollout.agent.advertise", "rollout.serve.host"), "an address to listen on"),
     **dict.fromkeys(("ray.env", "rollout.remote.api_key_env"), "environment variables"),
-    **dict.fromkeys(("rollout.tool_use.corpus", "weights.disk_directory"), _FILE),
+    **dict.fromkeys(
+        ("rollout.tool_use.corpus", "weights.disk_directory", "data.image_directory", "model.image_directory"), _FILE
+    ),
     **dict.fromkeys(("reward.code.allow_basic_sandbox", "rollout.tool_use.allow_basic_sandbox"), "a protection less"),
 }
 """Taken with the user's word only, unless it has its default: key -> why."""

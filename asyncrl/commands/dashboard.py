@@ -12,6 +12,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,8 @@ def _sync(options: argparse.Namespace) -> int:
     sinks = options.sink or directory.read_setting(asked, "recipe.observability.sinks", tuple[str, ...])
     if unknown := set(sinks) - set(SINKS):
         raise ConfigError(explain(asked, f"its recipe has the sinks {sorted(unknown)}", f"name one of {SINKS}: --sink"))
-    name, recipe = (
-        directory.read_setting(asked, "name", str),
-        directory.read_setting(asked, "recipe", Mapping[str, Any]),
-    )
+    name = directory.read_setting(asked, "name", str)
+    recipe = directory.read_setting(asked, "recipe", Mapping[str, Any])
     if not sinks:
         do = "name one: --sink wandb or --sink tensorboard"
         raise ConfigError(explain(asked, "its recipe has no observability.sinks", do))
@@ -78,10 +77,8 @@ def _sync(options: argparse.Namespace) -> int:
         else:
             key = "recipe.observability.wandb_project"
             project = options.project or directory.read_setting(asked, key, str)
-            sent, all_of_them, address = _sent(
-                f"send {options.run} to W&B",
-                lambda project=project: sync_wandb(directory.path, name, project, recipe),
-            )
+            send = partial(sync_wandb, directory.path, name, project, recipe)
+            sent, all_of_them, address = _sent(f"send {options.run} to W&B", send)
             told = f"wandb: sent {sent} of {all_of_them} steps to {address}"
         plain_console().print(told)
     return 0
@@ -100,9 +97,8 @@ def _sent(asked: str, call: Any) -> Any:
         raise
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        raise StorageError(
-            explain(asked, found, "check the network, the login and the names, and call it again")
-        ) from error
+        do = "check the network, the login and the names, and call it again"
+        raise StorageError(explain(asked, found, do)) from error
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -48,6 +48,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, StorageError, explain
 from asyncrl.inference.engines import STANDALONE
 from asyncrl.json_records import write_json
 from asyncrl.registry import make_importable
+from asyncrl.remote.tasks import cancel
 from asyncrl.types import EvalResult, ReplicaTable
 
 logger = logging.getLogger("asyncrl.commands.evaluate")
@@ -56,27 +57,6 @@ ALL_ROWS = 1 << 52
 _OVERRIDE = re.compile(r"[+~]{0,2}\w+(\.\w+)*=")
 DEFAULT_LENGTH = 4096
 """Longest prompt and response together, in tokens, for a model whose config states no length."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The result of an evaluation. `version`: `global_steps` of the checkpoint; None for a model."""
-
-    checkpoint: str
-    dataset: str
-    version: int | None
-    temperature: float
-    dropped_rows: int
-    result: EvalResult
-    by_source: dict[str, float]
-
-    def as_json(self) -> str:
-        values = asdict(self.result)
-        del values["pass_rates"], values["versions"], values["shown"]
-        values["by_source"] = self.by_source
-        values["pass_at"] = {str(k): value for k, value in self.result.pass_at}
-        rest = {name: getattr(self, name) for name in ("checkpoint", "dataset", "version", "temperature")}
-        return write_json(rest | values | {"dropped_rows": self.dropped_rows})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,17 +96,12 @@ def _evaluate(arguments: argparse.Namespace, scratch: Path, console: Console) ->
         found = f"{rows.absolute().parent} is no directory that can be written"
         raise ConfigError(explain(f"--rows {rows}", found, "make the directory, or name another file"))
     found = find_checkpoint(arguments.checkpoint)
-    hide = _hidden(arguments, found)
+    named = None if arguments.recipe is None else load(arguments.recipe, []).written
+    hide = hidden_by([named, found and found.recipe, arguments.overrides])
     try:
         return _evaluate_found(arguments, found, scratch, console, hide)
     except ConfigError as e:
         raise type(e)(hide(str(e))) from e
-
-
-def _hidden(arguments: argparse.Namespace, found: FoundCheckpoint | None) -> Hidden:
-    """The secrets from the environment that the recipe or the command line uses."""
-    named = None if arguments.recipe is None else load(arguments.recipe, []).written
-    return hidden_by([named, found and found.recipe, arguments.overrides])
 
 
 def _evaluate_found(
@@ -155,14 +130,14 @@ def _evaluate_found(
     for (name, result), dataset in zip(results.items(), arguments.datasets, strict=False):
         rates = _by_source(held_out[name], result)
         dropped = held_out[name].num_dropped
-        report = Report(arguments.checkpoint, dataset, version, recipe.eval.temperature, dropped, result, rates)
         if len(held_out) > 1:
             say(f"\n{dataset}", style="bold")
         for prompt, response, reward in result.shown:
             say(f"\n{prompt}\n-> {response!r}\n   reward {reward:g}", markup=False)
-        console.print(_table(report))
+        console.print(_table(result, rates, dropped, version))
         if arguments.json:
-            plain_console().print(report.as_json())
+            about = {"checkpoint": arguments.checkpoint, "dataset": dataset, "version": version}
+            plain_console().print(_as_json(about | {"temperature": recipe.eval.temperature}, result, rates, dropped))
         if rows is not None and not result.num_asked:
             write_rows(rows, held_out[name], result)
     if len(results) == len(held_out) and not any(result.num_asked for result in results.values()):
@@ -211,23 +186,14 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     # Phase 3: the dataset and the sampling.
     stems = [Path(each).stem if Path(each).suffix else each for each in arguments.datasets]
     names = stems if len({*stems}) == len(stems) else [f"{n}_{stem}" for n, stem in enumerate(stems)]
-    data: dict[str, Any] = {
-        "train": arguments.datasets[0],
-        "mixture": {},
-        "curriculum": {},
-        "eval": dict(zip(names, arguments.datasets, strict=True)),
-    }
+    held_out = dict(zip(names, arguments.datasets, strict=True))
+    data = {"train": arguments.datasets[0], "mixture": {}, "curriculum": {}, "eval": held_out}
     sections.setdefault("data", {}).update(data)
     sections.setdefault("eval", {}).update(_asked(arguments, sections))
     # Phase 4: drop settings that only training needs: they must not prevent an evaluation.
-    sections["weights"], sections["observability"] = {}, {}
-    sections.get("trainer", {}).pop("lora", None)
-    for part in ("kl", "critic", "distillation"):  # their models may no longer exist
-        sections.get("algorithm", {}).pop(part, None)
-    for pool in ("teacher", "judge"):  # their models are not used
-        sections.pop(pool, None)
-    for part in ("judge", "group"):
-        sections.get("reward", {}).pop(part, None)
+    unused = "weights", "observability", "teacher", "judge", "trainer.lora", "reward.judge", "reward.group"
+    for key in (*unused, "algorithm.kl", "algorithm.critic", "algorithm.distillation"):  # models may no longer exist
+        sections = _without(sections, key)
     require(
         sections.get("reward", {}).get("function") != "zero"
         or arguments.reward is not None
@@ -321,14 +287,9 @@ def _plain(model: str, engine: str) -> dict[str, Any]:
     """A recipe for a model without a run: half of its context for the prompt, half for the response."""
     limit = check_model(model).max_position_embeddings or DEFAULT_LENGTH
     length = min(limit, DEFAULT_LENGTH)
-    return {
-        "model": {"path": model},
-        "data": {"max_prompt_tokens": length // 2, "on_long_prompt": "drop"},
-        "rollout": {
-            "engine": engine,
-            "sampling": {"max_response_tokens": length - length // 2},
-        },
-    }
+    data = {"max_prompt_tokens": length // 2, "on_long_prompt": "drop"}
+    rollout = {"engine": engine, "sampling": {"max_response_tokens": length - length // 2}}
+    return {"model": {"path": model}, "data": data, "rollout": rollout}
 
 
 def run(
@@ -378,14 +339,10 @@ async def _answer(
     from asyncrl.rollout.rollouter import Rollouter, RolloutSpec
 
     client_id = f"eval-{os.getpid()}"
-    spec = RolloutSpec(recipe, None, dict(held_out))
-    rollouter = Rollouter(spec, None, client_id)
+    rollouter = Rollouter(RolloutSpec(recipe, None, dict(held_out)), None, client_id)
+    start_s = recipe.ray.start_timeout_s
     replicas = standalone_pool(
-        recipe.model,
-        recipe.rollout,
-        recipe.recovery,
-        environment=environment,
-        start_timeout_s=recipe.ray.start_timeout_s,
+        recipe.model, recipe.rollout, recipe.recovery, environment=environment, start_timeout_s=start_s
     )
 
     async def route(table: ReplicaTable) -> None:
@@ -415,9 +372,7 @@ async def _answer(
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return await next(task for task in tasks if task.done())
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         stop_timeout_s = ENGINES[recipe.rollout.engine].stop_timeout_s
         await asyncio.gather(rollouter.stop(), replicas.stop(stop_timeout_s), return_exceptions=True)
 
@@ -434,26 +389,34 @@ def write_rows(path: Path, prompts: RenderedPrompts, result: EvalResult) -> None
         raise StorageError(explain(f"write {path}", str(error), "name another file with --rows")) from error
 
 
-def _table(report: Report) -> Table:
-    result = report.result
+def _as_json(about: dict[str, Any], result: EvalResult, by_source: dict[str, float], dropped_rows: int) -> str:
+    values = asdict(result)
+    del values["pass_rates"], values["versions"], values["shown"]
+    values["by_source"] = by_source
+    values["pass_at"] = {str(k): value for k, value in result.pass_at}
+    return write_json(about | values | {"dropped_rows": dropped_rows})
+
+
+def _table(result: EvalResult, by_source: dict[str, float], dropped_rows: int, version: int | None) -> Table:
+    """`version`: `global_steps` of the checkpoint; None for a model."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     low, high = result.interval
     sampled = f"mean@{result.samples}" if result.samples > 1 else "accuracy"
     table.add_row(sampled, f"{result.accuracy:.4f}   95% [{low:.4f}, {high:.4f}]")
     for k, value in result.pass_at:
         table.add_row(f"pass@{k}", f"{value:.4f}")
-    for source, rate in report.by_source.items():
+    for source, rate in by_source.items():
         table.add_row(f"  {source}", f"{rate:.4f}")
     table.add_row("reward", f"{result.reward_mean:.4f}")
     table.add_row("response tokens", f"{result.response_tokens_mean:.1f}")
-    asked = f"{result.num_prompts}" + (f" ({report.dropped_rows} too long, left out)" if report.dropped_rows else "")
+    asked = f"{result.num_prompts}" + (f" ({dropped_rows} too long, left out)" if dropped_rows else "")
     if result.num_asked:
         asked += f", PARTIAL: of {result.num_asked}"
     if result.num_questions < result.num_prompts:
         asked += f" of {result.num_questions} different questions"
     table.add_row("prompts", asked)
     table.add_row("failed responses", f"{result.num_failed}")
-    table.add_row("version", "-" if report.version is None else f"{report.version}")
+    table.add_row("version", "-" if version is None else f"{version}")
     return table
 
 
@@ -473,23 +436,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("checkpoint", help="run directory, runs/NAME/checkpoints/step_N, model directory or hub name")
-    add(
-        "datasets",
-        nargs="+",
-        metavar="dataset",
-        help="JSONL or parquet file, directory or hub name; then key=value ...",
-    )
+    kinds = "JSONL or parquet file, directory or hub name; then key=value ..."
+    add("datasets", nargs="+", metavar="dataset", help=kinds)
     add("--samples", type=int, metavar="N", help="responses to every prompt (default: as the run evaluates, else 1)")
     add("--temperature", type=float, metavar="T", help="0 is greedy (default: as the run evaluates; 1 for samples > 1)")
     add("--pass-at", type=_whole_numbers, metavar="K,K", help="report pass@k for these k, for example 1,4")
     add("--max-prompts", type=int, metavar="N", help="the first N rows (default all)")
-    add(
-        "--timeout",
-        type=float,
-        default=86400.0,
-        metavar="S",
-        help="end after this many seconds, with what was answered",
-    )
+    late = "end after this many seconds, with what was answered"
+    add("--timeout", type=float, default=86400.0, metavar="S", help=late)
     add("--engine", choices=sorted(STANDALONE), help="default: that of the run, else torch")
     add("--replicas", type=int, default=1, metavar="N", help="copies of the model (default 1)")
     add("--reward", metavar="NAME", help="a name from asyncrl.rewards or package.module:function (default: the run's)")

@@ -9,7 +9,6 @@ import argparse
 import functools
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.commands import plain_console, refuse
 from asyncrl.config.load import load_recipe
 from asyncrl.config.recipe import Recipe
+from asyncrl.config.threads import local_cores
 from asyncrl.errors import AsyncRLError, ConfigError, RunFailed, StorageError, explain
 from asyncrl.json_records import write_json
 from asyncrl.plan import CostModel, Forecast, Row, Scenario, predict, read_costs, write_costs
@@ -76,33 +76,27 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="asyncrl-plan", description=str(__doc__).split("\n")[0])
-    parser.add_argument("recipe", type=Path, help="recipe in YAML, for example recipes/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, for example run.max_steps=5")
+    add = parser.add_argument
+    add("recipe", type=Path, help="recipe in YAML, for example recipes/quickstart.yaml")
+    add("overrides", nargs="*", metavar="key=value", help="override a key, for example run.max_steps=5")
     costs = parser.add_mutually_exclusive_group(required=True)
     costs.add_argument("--costs", metavar="FILE", type=Path, help="a cost model in YAML, see docs/plan.md")
     costs.add_argument("--from-run", metavar="RUN_DIR", type=Path, help="measure the costs in the files of a run")
     costs.add_argument(
         "--probe", action="store_true", help="run the recipe in mode sync for up to two minutes, and measure them there"
     )
-    parser.add_argument(
-        "--vary",
-        metavar="key=a,b,c",
-        action="append",
-        default=[],
-        help="one row for each value of a key of the recipe; several times: one for each combination",
-    )
-    parser.add_argument(
+    rows = "one row for each value of a key of the recipe; several times: one for each combination"
+    add("--vary", metavar="key=a,b,c", action="append", default=[], help=rows)
+    add(
         "--cores",
         type=float,
         metavar="N",
         help="cores that trainer ranks and replicas share; left out: those of this machine if it has no GPU. 0: each "
         "has its own. Read with --from-run and --probe",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps to simulate, at least 4")
-    parser.add_argument(
-        "--write", metavar="FILE", type=Path, help="write the cost model, to edit it and give it to --costs"
-    )
-    parser.add_argument("--json", action="store_true", help="print costs and rows as JSON, and nothing else")
+    add("--steps", type=int, metavar="N", help="optimizer steps to simulate, at least 4")
+    add("--write", metavar="FILE", type=Path, help="write the cost model, to edit it and give it to --costs")
+    add("--json", action="store_true", help="print costs and rows as JSON, and nothing else")
     return parser
 
 
@@ -119,9 +113,8 @@ def combinations(words: Sequence[str]) -> list[dict[str, str]]:
         axes[key] = values
     found = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     if len(found) > MAX_ROWS:
-        raise ConfigError(
-            explain(f"{len(found)} configurations", f"at most {MAX_ROWS} make a table", "vary fewer keys or values")
-        )
+        most = f"at most {MAX_ROWS} make a table"
+        raise ConfigError(explain(f"{len(found)} configurations", most, "vary fewer keys or values"))
     return found
 
 
@@ -148,7 +141,9 @@ def _costs(options: argparse.Namespace, console: Console) -> tuple[CostModel, Ru
 
 def _measure(options: argparse.Namespace, run: RunFiles) -> tuple[CostModel, RunFiles]:
     """Raises ConfigError if the run's recipe cannot be read, or its files lack the costs."""
-    cores = _shared_cores() if options.cores is None else options.cores or None
+    cores = options.cores or None
+    if options.cores is None and not Path("/dev/nvidia0").exists():
+        cores = float(local_cores())
     traced, scenario = Traced.of(read_spans(run)), Scenario.of(_recipe_of(run), cores)
     return _fitting(lambda: costs_of_run(run, traced, scenario, cores), run), run
 
@@ -172,11 +167,6 @@ def _recipe_of(run: RunFiles) -> Recipe:
         file = Path(scratch) / "recipe.yaml"
         file.write_text(json.dumps(written.get("recipe", {})), encoding="utf-8")
         return load_recipe(file, [])
-
-
-def _shared_cores() -> float | None:
-    """Cores that this process may use; None on a machine with NVIDIA devices."""
-    return None if Path("/dev/nvidia0").exists() else float(len(os.sched_getaffinity(0)))
 
 
 def _row(options: argparse.Namespace, settings: dict[str, str], costs: CostModel) -> Row:
@@ -258,7 +248,8 @@ def probe(
     steps = _lines(RunDirectory(directory).metrics)
     if run.returncode in (0, 128 + signal.SIGINT) or (steps and not ended):
         return
-    asked, found = f"the costs of {recipe} by a short run", _tail(said)
+    asked = f"the costs of {recipe} by a short run"
+    found = said.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
     do = "correct what it says, or give the costs with --costs FILE or --from-run RUN_DIR"
     if run.returncode == EXIT_BAD_INPUT:
         raise ConfigError(explain(asked, found, do))
@@ -287,10 +278,6 @@ def _end(run: subprocess.Popen[bytes]) -> bool:
 
 def _lines(metrics: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
-
-
-def _tail(said: Path) -> str:
-    return said.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
 
 
 if __name__ == "__main__":

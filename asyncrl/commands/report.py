@@ -25,18 +25,11 @@ from asyncrl.report.trace import chrome_trace
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="asyncrl-report", description=str(__doc__).split("\n")[0])
-    parser.add_argument(
-        "runs", metavar="RUN_DIR", nargs="+", type=Path, help="run directories; the first is shown in full"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="the file to write; RUN_DIR/report.html of the first run when left out"
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        type=Path,
-        help="also write the timeline of the first run for https://ui.perfetto.dev (.json, or .json.gz)",
-    )
+    add = parser.add_argument
+    add("runs", metavar="RUN_DIR", nargs="+", type=Path, help="run directories; the first is shown in full")
+    add("--out", type=Path, help="the file to write; RUN_DIR/report.html of the first run when left out")
+    timeline = "also write the timeline of the first run for https://ui.perfetto.dev (.json, or .json.gz)"
+    add("--trace", metavar="FILE", type=Path, help=timeline)
     options = parser.parse_args(argv)
     try:
         runs = [read_run(path) for path in options.runs]

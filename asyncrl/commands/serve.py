@@ -20,14 +20,22 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from asyncrl.commands import EXIT_SIGNAL_BASE, at_signals, log_failure, new_log, plain_console, refuse
+from asyncrl.commands import (
+    EXIT_PROGRAM_ERROR,
+    EXIT_SIGNAL_BASE,
+    at_signals,
+    log_failure,
+    new_log,
+    plain_console,
+    refuse,
+)
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import load_recipe, serving_api_key
@@ -38,12 +46,12 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.run import RecoveryConfig
 from asyncrl.config.serving import ServingConfig
 from asyncrl.data.model_files import check_model, hub_facts
-from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preflight import check_packages
 from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.engines import ENGINES, STANDALONE, require_runs
+from asyncrl.remote.tasks import cancel
 from asyncrl.types import ReplicaTable
 
 if TYPE_CHECKING:
@@ -52,9 +60,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncrl.commands.serve")
 
-EXIT_FAILED = 1
-LAST_WORD_S = 5.0
-"""Time for a client to read that its request timed out, before its connection is closed."""
 _BASE = ("data.train=none", "data.max_prompt_tokens=1", "rollout.sampling.max_response_tokens=1")
 """Keys that a recipe requires and serving does not use."""
 
@@ -64,7 +69,7 @@ _SERVING = ("rollout.poll_interval_s=0.01", "rollout.vllm.stream_interval=1", "r
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A checked service; `listener` is bound to its port."""
+    """A checked service; `listener` is bound to its port. `is_local`: only this machine can connect."""
 
     config: ServingConfig
     model: ModelConfig
@@ -73,23 +78,12 @@ class Service:
     text: ModelText
     listener: socket.socket
     log_file: Path
-
-    @property
-    def address(self) -> str:
-        from asyncrl.chat.server import address_of
-
-        return address_of(self.listener)
+    address: str
+    is_local: bool
 
     @property
     def name(self) -> str:
         return self.config.model_name or self.model.path
-
-    @property
-    def is_local(self) -> bool:
-        """True if only this machine can connect."""
-        from asyncrl.chat.server import is_local
-
-        return is_local(self.listener)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,7 +116,7 @@ def _main(arguments: argparse.Namespace, forks: ForkServer) -> int:
         number = signal.SIGINT
     except Exception as e:  # noqa: BLE001 - end of the program: it is logged
         log_failure(logger, "serving failed", e)
-        return EXIT_FAILED
+        return EXIT_PROGRAM_ERROR
     say(f"ended by {signal.Signals(number).name}")
     return EXIT_SIGNAL_BASE + number
 
@@ -140,18 +134,16 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
         found = f"{config.discovery_file.absolute().parent} is no directory"
         raise ConfigError(explain(f"--discovery-file {config.discovery_file}", found, "create it, or name another"))
 
-    from asyncrl.chat.server import bind
+    from asyncrl.chat.server import address_of, bind, is_local
     from asyncrl.serving.model_text import ModelText
 
-    tokenizer = load_tokenizer(model)
     facts = facts if facts.is_local else hub_facts(model)
     require_runs(rollout, facts, section="")
-    text = ModelText(
-        tokenizer, model, facts.vocab_size, max_model_len=rollout.max_model_len, parser=rollout.tool_use.parser
-    )
+    text = ModelText.of(model, rollout, facts.vocab_size)
     listener = bind(config.host, config.port, keys="--")
     log = (config.log_file or new_log("asyncrl-serve")).absolute()
-    return Service(config, model, rollout, recipe.recovery, text, listener, log)
+    address, local = address_of(listener), is_local(listener)
+    return Service(config, model, rollout, recipe.recovery, text, listener, log, address, local)
 
 
 def run(service: Service, forks: ForkServer) -> int:
@@ -167,20 +159,16 @@ async def _run(service: Service, environment: Mapping[str, str]) -> int:
 
     stopped = asyncio.Event()
     signals = at_signals(stopped.set)
+    start_s = service.config.start_timeout_s
     replicas = standalone_pool(
-        service.model,
-        service.rollout,
-        service.recovery,
-        environment=environment,
-        start_timeout_s=service.config.start_timeout_s,
+        service.model, service.rollout, service.recovery, environment=environment, start_timeout_s=start_s
     )
     stop = asyncio.create_task(stopped.wait(), name="stop")
     try:
         started = asyncio.create_task(replicas.start(), name="start")
         await asyncio.wait([started, stop], return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
-            started.cancel()
-            await asyncio.gather(started, return_exceptions=True)
+            await cancel(started)
             return signals[0]
         await started
         await _serve(service, replicas, stop)
@@ -192,8 +180,7 @@ async def _run(service: Service, environment: Mapping[str, str]) -> int:
 
 async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any]) -> None:
     """Serves until `stop` is done. Raises the error that ended the replicas or the HTTP server."""
-    from asyncrl.chat import connection_limits as limited
-    from asyncrl.chat.server import Server, serve_until
+    from asyncrl.chat.server import serve_until
     from asyncrl.driver.fleet.actor_channels import channels
     from asyncrl.rollout.generation import GenerationClient
     from asyncrl.serving.app import Api, ServedModel
@@ -220,12 +207,9 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
     await replicas.set_listener(route)
     address = FleetAddress(service.address, service.name, rollout.engine, os.getpid(), time.time())
     discovery = DiscoveryFile(config.discovery_file.absolute(), address) if config.discovery_file else None
-    fleet = Fleet(
-        client,
-        replicas,
-        refresh_s=config.refresh_s,
-        on_refresh=lambda: discovery.write(fleet.reports) if discovery else None,
-    )
+    fleet = Fleet(client, replicas, refresh_s=config.refresh_s)
+    if discovery is not None:
+        fleet.on_refresh = lambda: discovery.write(fleet.reports)
     # Phase 2: the HTTP side.
     metrics = ServingMetrics()
     api = Api(
@@ -237,15 +221,7 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
         max_requests=config.max_requests,
         local_only=service.is_local and config.api_key is None,
     )
-    limits = limited.ConnectionLimits(
-        max_connections=limited.connections_that_fit(config.max_requests + limited.SPARE_CONNECTIONS),
-        response_timeout_s=config.request_timeout_s + LAST_WORD_S,
-    )
-    server = Server(
-        api.app(),
-        limited.ConnectionLimiter(limits, metrics.refusals),
-        grace_s=math.ceil(config.stop_timeout_s),
-    )
+    server = api.server(math.ceil(config.stop_timeout_s))
     # Phase 3: serve until `stop`, or until the fleet or the server fails.
     try:
         await fleet.refresh()
@@ -272,15 +248,13 @@ def _parser() -> argparse.ArgumentParser:
     add("overrides", nargs="*", metavar="key=value", help="override a key, for example torch.max_model_len=256")
     add("--engine", default="torch", choices=sorted(STANDALONE))
     add("--replicas", type=int, default=1, metavar="N", help="copies of the model (default 1)")
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="of weights and compute (default float32, also on a GPU)",
-    )
+    dtypes = ["float32", "bfloat16", "float16"]
+    add("--dtype", choices=dtypes, help="of weights and compute (default float32, also on a GPU)")
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)")
     add("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
     add("--api-key", metavar="KEY", help="clients must send `Authorization: Bearer KEY`; or set ASYNCRL_API_KEY")
-    add("--served-model-name", default="", metavar="NAME", help="what clients call the model (default MODEL)")
+    named = "what clients call the model (default MODEL)"
+    add("--served-model-name", dest="model_name", default="", metavar="NAME", help=named)
     add("--discovery-file", type=Path, metavar="PATH", help="JSON that says where the fleet is, while it serves")
     add("--log-file", type=Path, metavar="PATH", help="logs of all processes (default in the temporary directory)")
     add("--max-requests", type=int, default=1024, metavar="N", help="in flight; more get 429 (default %(default)s)")
@@ -290,42 +264,29 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(arguments: argparse.Namespace) -> ServingConfig:
-    return ServingConfig(
-        host=arguments.host,
-        port=arguments.port,
-        api_key=serving_api_key() if arguments.api_key is None else arguments.api_key,
-        model_name=arguments.served_model_name,
-        discovery_file=arguments.discovery_file,
-        log_file=arguments.log_file,
-        max_requests=arguments.max_requests,
-        request_timeout_s=arguments.request_timeout_s,
-        stop_timeout_s=arguments.stop_timeout_s,
-    )
+    given: dict[str, Any] = vars(arguments) | {
+        "api_key": serving_api_key() if arguments.api_key is None else arguments.api_key
+    }
+    return ServingConfig(**{field.name: given[field.name] for field in fields(ServingConfig) if field.name in given})
 
 
 def _recipe(arguments: argparse.Namespace) -> Recipe:
     """The model and rollout sections as overrides on an empty recipe: same keys, checks and messages as in training."""
-    quote: Callable[[Any], str] = json.dumps
+    engine = arguments.engine
+    # Training derives the context length from its limits on prompt and response, which serving does not have.
+    of_engine = [f"max_model_len={RolloutConfig(engine=engine).max_model_len}", *ENGINES[engine].serving]
     settings = [
         *_BASE,
         *_SERVING,
-        *_engine_settings(arguments.engine),
-        f"model.path={quote(arguments.model)}",
-        f"rollout.engine={arguments.engine}",
+        *(f"rollout.{engine}.{setting}" for setting in of_engine),
+        f"model.path={json.dumps(arguments.model)}",
+        f"rollout.engine={engine}",
         f"rollout.num_replicas={arguments.replicas}",
     ]
     if arguments.dtype is not None:
         settings.append(f"model.inference_dtype={arguments.dtype}")
     settings += [o if o.startswith(("model.", "recovery.")) else f"rollout.{o}" for o in arguments.overrides]
     return load_recipe(Path(os.devnull), settings)
-
-
-def _engine_settings(engine: str) -> list[str]:
-    """The engine's settings for serving, and its default context length: training derives the length from its limits on
-    prompt and response, which serving does not have."""
-    defaults = RolloutConfig(engine=engine)  # type: ignore[arg-type]
-    settings = [f"max_model_len={defaults.max_model_len}", *ENGINES[engine].serving]
-    return [f"rollout.{engine}.{setting}" for setting in settings]
 
 
 if __name__ == "__main__":

@@ -33,15 +33,8 @@ from asyncrl.commands import EXIT_SIGNAL_BASE, log_failure, plain_console, refus
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import Loaded, environment_defaults, load, serving_api_key
+from asyncrl.driver import preflight
 from asyncrl.driver.cluster.fork_server import ForkServer
-from asyncrl.driver.preflight import (
-    check_packages,
-    check_recipe,
-    check_server,
-    describe,
-    hub_names,
-    with_fitting_batch,
-)
 from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import ConfigError, StorageError
 from asyncrl.registry import make_importable
@@ -88,14 +81,14 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
         resumed = directory.resolve_resume(recipe.resume, recipe.checkpoint.keep, command)
         date = recipe.model.date or date_of(resumed)
         recipe = replace(recipe, model=replace(recipe.model, date=date))
-        use_cache_if_unreachable(hub_names(recipe))
+        use_cache_if_unreachable(preflight.hub_names(recipe))
         start_preloading(forks, recipe)  # imports while this process reads the input and starts Ray
     # Phase 1: check everything and print the plan. A dry run ends here.
-    check_packages(recipe, missing_ok=dry_run)  # a dry run may be for another machine
-    recipe, found = with_fitting_batch(recipe, check_recipe(recipe, use_hub=not dry_run), loaded)
+    preflight.check_packages(recipe, missing_ok=dry_run)  # a dry run may be for another machine
+    recipe, found = preflight.with_fitting_batch(recipe, preflight.check_recipe(recipe, use_hub=not dry_run), loaded)
     say = plain_console().print
     say(f"asyncrl-train {name}", style="bold")
-    for label, text in describe(recipe, found):
+    for label, text in preflight.describe(recipe, found):
         say(f"  {label:<9} {hide(text)}")
     if dry_run:
         say("  dry run: the recipe is valid; nothing was started")
@@ -103,7 +96,7 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
     assert found.train is not None, "the hub was used"
     # Phase 2: take the port and the directory.
     key = serving_api_key()
-    check_server(recipe.rollout.serve, key)
+    preflight.check_server(recipe.rollout.serve, key)
     directory.lock(command)
     directory.serving.unlink(missing_ok=True)  # left by a killed run
     # Resolved again, now under the lock: the previous owner may have written a last checkpoint.

@@ -72,8 +72,8 @@ class CorrectionSpec:
 
 ADVANTAGES = {
     "grpo": AdvantageSpec(of_group="asyncrl.algorithms.grpo:grpo_advantages", has_group_std=True),
-    "dr_grpo": AdvantageSpec(of_group="asyncrl.algorithms.dr_grpo:dr_grpo_advantages"),
-    "rloo": AdvantageSpec(of_group="asyncrl.algorithms.rloo:rloo_advantages"),
+    "dr_grpo": AdvantageSpec(of_group="asyncrl.algorithms.group_rewards:centred"),
+    "rloo": AdvantageSpec(of_group="asyncrl.algorithms.group_rewards:rloo_advantages"),
     "maxrl": AdvantageSpec(of_group="asyncrl.algorithms.maxrl:maxrl_advantages", takes_negative=False),
     "reinforce_plus_plus": AdvantageSpec(
         of_group="asyncrl.algorithms.reinforce_plus_plus:own_rewards",
@@ -113,8 +113,8 @@ CORRECTIONS = {
         weighs=True,
         drops=False,
     ),
-    "masked_is": CorrectionSpec(of="asyncrl.algorithms.masked_is:MaskedIs", high=2.0, weighs=True),
-    "icepop": CorrectionSpec(of="asyncrl.algorithms.icepop:IcePop", low=0.5, high=5.0, weighs=True),
+    "masked_is": CorrectionSpec(of="asyncrl.algorithms.masking:MaskedIs", high=2.0, weighs=True),
+    "icepop": CorrectionSpec(of="asyncrl.algorithms.masking:IcePop", low=0.5, high=5.0, weighs=True),
     "geometric_rejection": CorrectionSpec(
         of="asyncrl.algorithms.geometric_rejection:GeometricRejection", low=0.99, high=1.01, scope="trajectory"
     ),

@@ -70,5 +70,8 @@ class DataConfig:
     """Each epoch is a permutation drawn from (run.seed, epoch); False keeps the order of the file."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt after the chat template, in tokens."""
+    image_directory: str | None = None
+    """Directory that keeps the images of prompts, by hash, as long as the run's checkpoints; all nodes share it. None:
+    rows are text, and rows with images are refused."""
     on_long_prompt: Literal["error", "drop"] = "error"
     """A longer prompt: error stops the run before it starts; drop leaves the row out and counts it."""

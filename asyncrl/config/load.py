@@ -104,9 +104,8 @@ def _recipe(path: Path, layers: list[tuple[DictConfig, str]]) -> Recipe:
         _put_over(merged, layer, origin)
     if unset := unset | OmegaConf.missing_keys(merged):
         key = min(unset)
-        raise ConfigError(
-            explain(f"the recipe {path}", f"{key} is not set", f"set it in the recipe, or pass {key}=VALUE")
-        )
+        do = f"set it in the recipe, or pass {key}=VALUE"
+        raise ConfigError(explain(f"the recipe {path}", f"{key} is not set", do))
     recipe = OmegaConf.to_object(merged)
     assert isinstance(recipe, Recipe)
     _check_values(recipe, Recipe)
@@ -194,11 +193,7 @@ def serving_api_key() -> str | None:
 
 def presets() -> list[str]:
     """Names that algorithm.preset may have."""
-    return sorted(file.stem for file in _preset_directory().glob("*.yaml"))
-
-
-def _preset_directory() -> Path:
-    return _shipped() / "algorithms"
+    return sorted(file.stem for file in (_shipped() / "algorithms").glob("*.yaml"))
 
 
 def _shipped() -> Path:
@@ -213,16 +208,14 @@ def _preset(name: str) -> list[DictConfig]:
         close = get_close_matches(name, known, n=1)
         do = f"did you mean {close[0]}?" if close else "choose one, or leave it out and set the keys of algorithm"
         raise ConfigError(explain(f"algorithm.preset={name}", f"the presets are {known}", do))
-    return _layers(_preset_directory() / f"{name}.yaml", ())
+    return _layers(_shipped() / "algorithms" / f"{name}.yaml", ())
 
 
 def _layers(path: Path, seen: tuple[Path, ...]) -> list[DictConfig]:
     """The bases of `path`, outermost first, then `path` itself."""
     if path.resolve() in seen:
-        chain = " -> ".join(str(p) for p in (*seen, path))
-        raise ConfigError(
-            explain(f"the recipe {seen[0]}", f"its bases include each other: {chain}", "break the circle")
-        )
+        found = f"its bases include each other: {' -> '.join(map(str, (*seen, path)))}"
+        raise ConfigError(explain(f"the recipe {seen[0]}", found, "break the circle"))
     try:
         content = OmegaConf.load(path)
     except FileNotFoundError as e:
@@ -235,9 +228,8 @@ def _layers(path: Path, seen: tuple[Path, ...]) -> list[DictConfig]:
         found = f"it cannot be read: {' '.join(str(e).split())[:_TOLD_CHARS]}"
         raise ConfigError(explain(f"the recipe {path}", found, "correct the file")) from e
     if not isinstance(content, DictConfig):
-        raise ConfigError(
-            explain(f"the recipe {path}", "it is not a mapping of sections", "see recipes/quickstart.yaml")
-        )
+        do = "see recipes/quickstart.yaml"
+        raise ConfigError(explain(f"the recipe {path}", "it is not a mapping of sections", do))
     _restore_words(content)
     bases = content.pop("base", None) or []
     bases = [bases] if isinstance(bases, str) else bases
@@ -255,19 +247,16 @@ def _layers(path: Path, seen: tuple[Path, ...]) -> list[DictConfig]:
 
 def _parse_override(override: str) -> DictConfig:
     key, equals, _ = override.partition("=")
+    asked = f"the override {override!r}"
     if not equals or not key or key.startswith("-"):
-        raise ConfigError(
-            explain(
-                f"the override {override!r}", "it is not of the form key=value", "write for example trainer.lr=1e-4"
-            )
-        )
+        raise ConfigError(explain(asked, "it is not of the form key=value", "write for example trainer.lr=1e-4"))
     try:
         parsed = OmegaConf.from_dotlist([override])
         _restore_words(parsed)
         return parsed
     except (yaml.YAMLError, OmegaConfBaseException) as e:
         found = f"it cannot be parsed: {' '.join(str(e).split())[:_TOLD_CHARS]}"
-        raise ConfigError(explain(f"the override {override!r}", found, "quote the value")) from e
+        raise ConfigError(explain(asked, found, "quote the value")) from e
 
 
 def _restore_words(layer: DictConfig) -> None:
@@ -313,12 +302,8 @@ def _set_to_nothing(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 def _choices(key: str) -> list[Any]:
     """The values of a `Literal` key; empty for any other."""
-    schema: Any = Recipe
-    for name in key.split("."):
-        if not is_dataclass(schema):
-            return []
-        schema = _hints(schema).get(name)
-    return [a for a in get_args(schema) if isinstance(a, str)]
+    kind, _ = types_and_defaults().get(key, (None, None))
+    return [a for a in get_args(kind) if isinstance(a, str)]
 
 
 def _first_line(error: Exception) -> str:

@@ -28,11 +28,12 @@ class ModelConfig:
     keeps it when the run is resumed."""
     inference_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the replicas' weights and compute, and of publishes."""
+    image_directory: str | None = None
+    """The model reads the images in this directory. data.image_directory sets it."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.path), asked="model.path=''", found="no model", do="set model.path to a directory or hub name"
-        )
+        do = "set model.path to a directory or hub name"
+        require(bool(self.path), asked="model.path=''", found="no model", do=do)
         require(
             self.date is None or _is_date(self.date),
             asked=f"model.date={self.date}",

@@ -9,31 +9,23 @@ from pathlib import Path
 
 from asyncrl.errors import ConfigError, explain
 
-_TINY = "python tools/make_tiny_model.py --out runs/tiny-qwen3"
-_SUMS = "python tools/make_arithmetic_dataset.py --out data"
-_GSM8K = "python tools/make_arithmetic_dataset.py --schema gsm8k --out data"
-_TOOL = "python tools/make_tool_task.py"
-_INTERLEAVED = "python tools/make_tool_task.py --task interleaved"
-_CODE = "python tools/make_tool_task.py --task code"
-_REAL = "make real-model"
-MADE_BY = {
-    "runs/tiny-qwen3": _TINY,
-    "data/arithmetic_train.jsonl": _SUMS,
-    "data/arithmetic_test.jsonl": _SUMS,
-    "data/gsm8k_train.jsonl": _GSM8K,
-    "data/gsm8k_test.jsonl": _GSM8K,
-    "runs/tiny-tool-qwen3": _TOOL,
-    "data/tool_train.jsonl": _TOOL,
-    "data/tool_test.jsonl": _TOOL,
-    "runs/tiny-interleaved-qwen3": _INTERLEAVED,
-    "data/interleaved_train.jsonl": _INTERLEAVED,
-    "data/interleaved_test.jsonl": _INTERLEAVED,
-    "runs/tiny-code-qwen3": _CODE,
-    "data/code_train.jsonl": _CODE,
-    "data/code_test.jsonl": _CODE,
-    "runs/smollm2-135m-instruct": _REAL,
-    "data/chain_sum_train.jsonl": _REAL,
-    "data/chain_sum_test.jsonl": _REAL,
+_COMMANDS = (
+    # command, the model that it makes, the name of the datasets that it makes
+    ("python tools/make_tiny_model.py --out runs/tiny-qwen3", "tiny-qwen3", ""),
+    ("python tools/make_arithmetic_dataset.py --out data", "", "arithmetic"),
+    ("python tools/make_arithmetic_dataset.py --schema gsm8k --out data", "", "gsm8k"),
+    ("python tools/make_tool_task.py", "tiny-tool-qwen3", "tool"),
+    ("python tools/make_tool_task.py --task interleaved", "tiny-interleaved-qwen3", "interleaved"),
+    ("python tools/make_tool_task.py --task code", "tiny-code-qwen3", "code"),
+    ("python tools/make_tiny_vision.py", "tiny-vision", "drawn_numbers"),
+    ("make real-model", "smollm2-135m-instruct", "chain_sum"),
+)
+MADE_BY = {f"runs/{model}": command for command, model, _ in _COMMANDS if model}
+MADE_BY |= {
+    f"data/{data}_{part}": made
+    for made, _, data in _COMMANDS
+    if data
+    for part in ("train.jsonl", "test.jsonl", "train.parquet", "test.parquet")
 }
 """Path below the root of the checkout -> the command that makes it."""
 FOLDERS = ("runs", "data", "models", "datasets", "checkpoints", "outputs", "exports")

@@ -24,8 +24,16 @@ def with_sleep(rollout: RolloutConfig) -> RolloutConfig:
     return rollout if settings is None else replace(rollout, **{rollout.engine: settings})
 
 
-def require_turns(mode: str, rollout: RolloutConfig, staleness: StalenessConfig, evaluation: EvalConfig) -> None:
-    """Raises ConfigError: something would generate during the trainer's turn."""
+def require_turns(
+    mode: str,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+    weights: WeightsConfig,
+    staleness: StalenessConfig,
+    evaluation: EvalConfig,
+) -> None:
+    """Raises ConfigError: something would generate during the trainer's turn, the publish that wakes the engines does
+    not support the settings, or a request times out before it."""
     asked = "placement=colocated"
     require(
         rollout.engine != "remote",
@@ -65,17 +73,6 @@ def require_turns(mode: str, rollout: RolloutConfig, staleness: StalenessConfig,
         do=f"set rollout.{rollout.engine}.tensor_parallel_size=1, or placement=separate",
     )
 
-
-def require_wakes(
-    rollout: RolloutConfig, trainer: TrainerConfig, weights: WeightsConfig, *, keeps_requests: bool
-) -> None:
-    """Raises ConfigError: the publish that wakes the engines does not support the settings, or a request times out
-    before it.
-
-    Args:
-        keeps_requests: requests wait for their next tokens while the trainer has the devices.
-    """
-    asked = "placement=colocated"
     for key, is_set in (("overlap", weights.overlap), ("stage", weights.stage), ("rolling", weights.rolling)):
         require(
             not is_set,
@@ -100,7 +97,7 @@ def require_wakes(
     for key in ("gate_timeout_s", "request_timeout_s"):
         limit_s = getattr(rollout, key)
         require(
-            not keeps_requests or limit_s >= turn_s,
+            mode == "sync" or limit_s >= turn_s,
             asked=f"{asked} in mode one_step_off with rollout.{key}={limit_s:g}",
             found=f"requests of groups that a step did not need wait for it and its publish, up to "
             f"trainer.step_timeout_s + weights.publish_timeout_s = {turn_s:g}",

@@ -14,7 +14,7 @@ from asyncrl.config.data import DataConfig
 from asyncrl.config.environments import JUDGES
 from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.model import ModelConfig, ModelPoolConfig
-from asyncrl.config.placement import Placement, require_turns, require_wakes, with_sleep
+from asyncrl.config.placement import Placement, require_turns, with_sleep
 from asyncrl.config.remote_engine import require_takes_publishes
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.config.rollout import OVERLONG_SHARE, RolloutConfig, response_limit, with_experts, with_lengths
@@ -147,11 +147,21 @@ class Recipe:
         self._check_schedule()
         self._check_weights()
         # Derived settings come last, after the checks of the settings as written.
+        if self.data.image_directory is not None:
+            self._check_images()
+            object.__setattr__(self, "model", replace(self.model, image_directory=self.data.image_directory))
         if self.is_colocated:
-            require_turns(self.mode, self.rollout, staleness, self.eval)
-            require_wakes(self.rollout, self.trainer, self.weights, keeps_requests=not self.empties_queue)
+            require_turns(self.mode, self.rollout, self.trainer, self.weights, staleness, self.eval)
             object.__setattr__(self, "rollout", with_sleep(self.rollout))
-        if self.trainer.router_replay == "rollout":
+        replays = self.trainer.router_replay == "rollout"
+        asked = "trainer.router_replay=rollout" if replays else "algorithm.router_aux_coefficient"
+        require(
+            not self.trainer.compile or not (replays or self.algorithm.router_aux_coefficient),
+            asked=f"{asked} with trainer.compile",
+            found="the choice of experts is read and replaced in layers that are not compiled",
+            do="leave trainer.compile out",
+        )
+        if replays:
             object.__setattr__(self, "rollout", with_experts(self.rollout))
 
     def _resolve_lengths(self) -> None:
@@ -288,6 +298,23 @@ class Recipe:
             do="lower trainer.warmup_steps, or raise run.max_steps",
         )
 
+    def _check_images(self) -> None:
+        """Checks that all that reads prompts reads images."""
+        blind = {
+            f"rollout.engine={self.rollout.engine}": self.rollout.engine not in ("torch", "vllm"),
+            f"trainer.backend={self.trainer.backend}": self.trainer.backend != "fsdp",
+            "trainer.fsdp.context_parallel above 1": self.trainer.fsdp.context_parallel > 1,
+            "a critic (advantage gae)": self.algorithm.needs_critic,
+            "a teacher": self.teacher.path is not None,
+        }
+        found = next((name for name, is_blind in blind.items() if is_blind), "")
+        require(
+            not found,
+            asked=f"data.image_directory with {found}",
+            found="it reads no images",
+            do="leave it out, or data.image_directory",
+        )
+
     def _check_weights(self) -> None:
         """Checks that waits for a publish (ranks in a collective, requests at replicas' gates) have longer timeouts
         than the publish, and that the other parts support it."""
@@ -370,17 +397,15 @@ class Recipe:
     def pools(self) -> dict[str, tuple[ModelPoolConfig, RolloutConfig]]:
         """Section -> (pool, settings of its replicas), for the other models of the run. Raises ConfigError: a pool's
         context is too short for its requests."""
-        longest = self.rollout.max_model_len
+        longest, judge = self.rollout.max_model_len, self.reward.judge
         asked = {
             "teacher": longest + 1,  # an engine may insist on sampling one token
-            "judge": (1 + self.reward.judge.pairwise) * longest + JUDGE_PROMPT_TOKENS + self.reward.judge.max_tokens,
+            "judge": (1 + judge.pairwise) * longest + JUDGE_PROMPT_TOKENS + judge.max_tokens,
         }
         found = {key: pool for key in asked if (pool := getattr(self, key)).path is not None}
         top = {"teacher": self.algorithm.distillation.top_k}
         # A judge with less than its longest request gives the longest responses its lowest reward.
-        least = asked | {
-            "judge": JUDGE_PROMPT_TOKENS + self.reward.judge.max_tokens * (self.reward.judge.read == "text")
-        }
+        least = asked | {"judge": JUDGE_PROMPT_TOKENS + judge.max_tokens * (judge.read == "text")}
         return {
             key: (pool, pool.replicas(asked[key], key=key, least_tokens=least[key], max_logprobs=top.get(key, 0)))
             for key, pool in found.items()

@@ -76,18 +76,6 @@ class RemoteEngineConfig:
         return 1.0
 
 
-def require_replica_of_each(remote: RemoteEngineConfig, num_replicas: int) -> None:
-    """Raises ConfigError: there are not as many servers as replicas."""
-    require(
-        len(remote.urls) == num_replicas,
-        asked=f"rollout.engine=remote with rollout.num_replicas={num_replicas}",
-        found=f"rollout.remote.urls names {len(remote.urls)} server(s), and each is one replica",
-        do=f"set rollout.num_replicas={len(remote.urls)}"
-        if remote.urls
-        else "set rollout.remote.urls=[http://HOST:PORT]",
-    )
-
-
 def require_takes_publishes(
     remote: RemoteEngineConfig, weights: WeightsConfig, *, lora_rank: int, start_timeout_s: float
 ) -> None:

@@ -15,7 +15,7 @@ from asyncrl.config.environments import (
     ToolUseConfig,
     VerifiersConfig,
 )
-from asyncrl.config.remote_engine import RemoteEngineConfig, require_replica_of_each
+from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.serving import ServeSection
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt, PositiveShare, Share
@@ -225,11 +225,8 @@ class VllmEngineConfig:
     @property
     def memory_share(self) -> float:
         """`gpu_memory_utilization`, set or derived."""
-        return (
-            DEFAULT_MEMORY_SHARE * self.gpu_share
-            if self.gpu_memory_utilization is None
-            else self.gpu_memory_utilization
-        )
+        share = self.gpu_memory_utilization
+        return DEFAULT_MEMORY_SHARE * self.gpu_share if share is None else share
 
 
 OWN_SERVER_ARGS = frozenset([
@@ -390,8 +387,13 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.environment == "interleaved_tool_use":
             self.interleaved_tool_use.require_apart(self.sampling.stop)
-        if self.engine == "remote":
-            require_replica_of_each(self.remote, self.num_replicas)
+        servers = len(self.remote.urls)
+        require(
+            self.engine != "remote" or servers == self.num_replicas,
+            asked=f"rollout.engine=remote with rollout.num_replicas={self.num_replicas}",
+            found=f"rollout.remote.urls names {servers} server(s), and each is one replica",
+            do=f"set rollout.num_replicas={servers}" if servers else "set rollout.remote.urls=[http://HOST:PORT]",
+        )
         require(
             self.engine != "sglang" or self.interrupt != "keep" or self.sglang.stream_interval == 1,
             asked=f"rollout.interrupt=keep with rollout.sglang.stream_interval={self.sglang.stream_interval}",

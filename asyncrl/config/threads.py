@@ -12,14 +12,7 @@ import os
 from asyncrl.config.recipe import Mode, Recipe
 
 
-def rank_threads(
-    mode: Mode,
-    *,
-    cores: int,
-    num_ranks: int,
-    num_replicas: int,
-    replica_threads: int = 1,
-) -> int:
+def rank_threads(mode: Mode, *, cores: int, num_ranks: int, num_replicas: int, replica_threads: int) -> int:
     """Threads of each trainer rank of a node, at least 1.
 
     In mode sync, and with colocated replicas, replicas are idle while ranks work: the ranks divide all cores. Otherwise
@@ -53,13 +46,8 @@ def trainer_threads(recipe: Recipe, *, cores: int, num_nodes: int = 1, node_gpus
         shared = recipe.is_colocated or rollout.settings.gpu_share < 1 or wanted > num_nodes * node_gpus
         if rollout.engine != "torch" or rollout.torch.device != "cpu":
             num_replicas = min(rollout.num_replicas, node_gpus if shared else node_gpus - num_ranks)
-    return rank_threads(
-        "sync" if recipe.is_colocated else recipe.mode,
-        cores=cores,
-        num_ranks=num_ranks,
-        num_replicas=num_replicas,
-        replica_threads=replica_threads(recipe),
-    )
+    mode, busy = "sync" if recipe.is_colocated else recipe.mode, replica_threads(recipe)
+    return rank_threads(mode, cores=cores, num_ranks=num_ranks, num_replicas=num_replicas, replica_threads=busy)
 
 
 def replica_threads(recipe: Recipe) -> int:

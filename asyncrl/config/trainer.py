@@ -197,12 +197,6 @@ class TrainerConfig:
         )
         require_device("trainer.device", self.device)
         require(
-            self.router_replay == "off" or not self.compile,
-            asked=f"trainer.router_replay={self.router_replay} with trainer.compile",
-            found="recorded experts are put into the routers of layers that are not compiled",
-            do="set trainer.router_replay=off, or leave trainer.compile out",
-        )
-        require(
             self.decay_steps is None or self.decay_steps > self.warmup_steps,
             asked=f"trainer.decay_steps={self.decay_steps} with trainer.warmup_steps={self.warmup_steps}",
             found="the learning rate would end before it has risen",
@@ -233,25 +227,17 @@ class TrainerConfig:
 
     def _check_megatron(self) -> None:
         """Checks independent of the model; `trainer/megatron/supports.py` does the rest."""
-        for key, is_set in (("trainer.lora.rank", self.lora.rank > 0), ("trainer.compile", self.compile)):
-            require(
-                not is_set,
-                asked=f"{key} with trainer.backend=megatron",
-                found="this backend trains all weights and compiles nothing",
-                do=f"leave {key} out, or set trainer.backend=fsdp",
-            )
-        require(
-            self.fsdp.context_parallel == 1,
-            asked=f"trainer.fsdp.context_parallel={self.fsdp.context_parallel} with trainer.backend=megatron",
-            found="it is of the other backend",
-            do=f"set trainer.megatron.context_parallel={self.fsdp.context_parallel} in its place",
-        )
-        require(
-            self.fsdp.head_dtype == "param",
-            asked=f"trainer.fsdp.head_dtype={self.fsdp.head_dtype} with trainer.backend=megatron",
-            found="it is of the other backend",
-            do="leave it out, or set trainer.backend=fsdp",
-        )
+        nothing = "this backend trains all weights and compiles nothing"
+        other, leave = "it is of the other backend", "leave it out, or set trainer.backend=fsdp"
+        ranks, dtype = self.fsdp.context_parallel, self.fsdp.head_dtype
+        instead = f"set trainer.megatron.context_parallel={ranks} in its place"
+        for key, is_set, found, do in (
+            ("trainer.lora.rank", self.lora.rank > 0, nothing, leave),
+            ("trainer.compile", self.compile, nothing, leave),
+            (f"trainer.fsdp.context_parallel={ranks}", ranks > 1, other, instead),
+            (f"trainer.fsdp.head_dtype={dtype}", dtype != "param", other, leave),
+        ):
+            require(not is_set, asked=f"{key} with trainer.backend=megatron", found=found, do=do)
         require(
             self.megatron.layers == "local" or self.device == "auto" or self.device.startswith("cuda"),
             asked=f"trainer.megatron.layers=transformer_engine with trainer.device={self.device}",

@@ -88,11 +88,7 @@ class Chat:
         from transformers import PreTrainedTokenizerFast
 
         known, kind = self._tokenizer, PreTrainedTokenizerFast
-        if (
-            not isinstance(known, kind)
-            or type(known).decode is not kind.decode
-            or type(known)._decode is not kind._decode
-        ):
+        if not isinstance(known, kind) or (type(known).decode, type(known)._decode) != (kind.decode, kind._decode):
             return None
         try:
             return known.backend_tokenizer.to_str()

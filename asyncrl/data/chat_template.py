@@ -15,6 +15,7 @@ import jinja2
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.rows import Thinking
+from asyncrl.data.template_calls import shared_start
 from asyncrl.data.tool_calls import CallParser, ToolPrompt, parser_for, template_text, with_tools, written
 from asyncrl.errors import DataError, explain
 
@@ -27,6 +28,8 @@ Message = Mapping[str, Any]
 QUESTION, REPLY = "question7391", "reply7391"
 _RESULT, _THOUGHT = "result7391", "thought7391"
 _CALL = {"type": "function", "id": "call73910", "function": {"name": "tool7391", "arguments": {"key7391": "value7391"}}}
+_CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_ANSWER: Message = {"role": "tool", "name": "tool7391", "tool_call_id": _CALL["id"], "content": _RESULT}
 _ASKED: list[Message] = [{"role": "user", "content": QUESTION}]
 _SAID: list[Message] = [*_ASKED, {"role": "assistant", "content": REPLY}]
 
@@ -107,6 +110,12 @@ class ChatTemplate:
         at = text.index(REPLY) + len(REPLY)
         return text[:at], text[at:]
 
+    def image_text(self, mark: str) -> str:
+        """What the template writes for an image, of which `mark` is the token."""
+        parts = [{"type": "text", "text": QUESTION}, {"type": "image"}, {"type": "text", "text": REPLY}]
+        between = self._rendered([{"role": "user", "content": parts}]).partition(QUESTION)[2].partition(REPLY)[0]
+        return between if mark in between else mark
+
     def harmless(self, text: str) -> str:
         """`text` with a space inserted into every special token, so that it cannot end its turn."""
         begun = any(first in text for first in self._firsts)  # few: many tokenizers have hundreds of special tokens
@@ -126,11 +135,11 @@ class ChatTemplate:
         """The tokens with which a turn of the assistant ends, by the template: after a reply, and after a tool call."""
         head, _, later = self._rendered([*_SAID, *_ASKED]).partition(REPLY)
         # What stands after every reply ends it; what stands only after the last one does where there is no such token.
-        reply = self._added_in(_shared(self.after_reply, later)) or self._added_in(self.after_reply)
+        reply = self._added_in(shared_start(self.after_reply, later)) or self._added_in(self.after_reply)
         opening = head.partition(QUESTION)[0]
         begins = max((token for token in self._added if token in opening), key=opening.rfind, default="")
         reply = list(itertools.takewhile(lambda token: token != begins, reply))
-        call = self._rendered([*_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]).rstrip()
+        call = self._rendered([*_ASKED, _CALLED]).rstrip()
         of_call = [token for token in self._specials if call.endswith(token) and _CALL["function"]["name"] in call]
         return tuple(dict.fromkeys([*reply[-1:], *of_call]))
 
@@ -163,7 +172,7 @@ class ChatTemplate:
             marks = Thinking(opening or (last[0].strip() if last else ""), after.partition(REPLY)[0].strip())
         if not marks.opening or not marks.closing:
             marks = Thinking()
-        turn = begun.removeprefix(_shared(begun, self._rendered(_ASKED)))
+        turn = begun.removeprefix(shared_start(begun, self._rendered(_ASKED)))
         return replace(marks, begun=marks.is_open(turn))
 
     def _added_in(self, text: str) -> list[str]:
@@ -186,15 +195,13 @@ class ChatTemplate:
 
     def _apply(self, messages: Sequence[Message], asked: str, **options: Any) -> str:
         options = {"add_generation_prompt": not options.get("continue_final_message"), **self._options, **options}
+        plain: Any = [dict(message) for message in messages]
         try:
-            text = str(
-                self._tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options)  # type: ignore[arg-type]
-            )
+            return str(self._tokenizer.apply_chat_template(plain, tokenize=False, **options))
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             found = f"the chat template fails on messages of {roles}: {str(error).partition(chr(10))[0]}"
             raise DataError(explain(asked, found, "correct the messages' roles or the chat template")) from error
-        return text
 
     def _prompt_for(self, content: str, messages: Sequence[Message], asked: str, options: Mapping[str, Any]) -> str:
         """The prompt, and `content` behind it. A thought that both begin is begun once."""
@@ -273,9 +280,7 @@ class ChatTemplate:
 
     @cached_property
     def _writes_calls(self) -> bool:
-        called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        result = {"role": "tool", "name": "tool7391", "tool_call_id": _CALL["id"], "content": _RESULT}
-        for said in ([*_ASKED, called, result], [*_ASKED, called]):
+        for said in ([*_ASKED, _CALLED, _ANSWER], [*_ASKED, _CALLED]):
             plain, _ = with_tools(self._tokenizer, said, None)
             if _CALL["function"]["name"] in self._rendered(plain, **self._variant(with_tools=True)):
                 return True
@@ -283,13 +288,11 @@ class ChatTemplate:
 
     @cached_property
     def _knows_results(self) -> bool:
-        called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        return self._shows_results(called) or self._shows_results(_SAID[1])
+        return self._shows_results(_CALLED) or self._shows_results(_SAID[1])
 
     def _shows_results(self, reply: Message) -> bool:
         """Whether the template renders a tool's result after `reply`."""
-        result = {"role": "tool", "name": "tool7391", "tool_call_id": _CALL["id"], "content": _RESULT}
-        return _RESULT in self._rendered([*_ASKED, reply, result], **self._variant(with_tools=True))
+        return _RESULT in self._rendered([*_ASKED, reply, _ANSWER], **self._variant(with_tools=True))
 
 
 def _put_before(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -297,9 +300,3 @@ def _put_before(tokenizer: PreTrainedTokenizerBase) -> str:
     whole, bare = tokenizer.encode(QUESTION), tokenizer.encode(QUESTION, add_special_tokens=False)
     count = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
     return "".join(tokenizer.convert_ids_to_tokens(whole[:count]))
-
-
-def _shared(first: str, second: str) -> str:
-    """The text with which both begin."""
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    return "".join(one for one, _ in same)

@@ -37,13 +37,19 @@ class HubName:
         return f"{self.name}{f'/{self.config}' if self.config else ''}:{self.split}"
 
 
-def load_rows(source: str, schema: Schema = "auto", system_prompt: str | None = None) -> list[PromptRow]:
+def load_rows(
+    source: str, schema: Schema = "auto", system_prompt: str | None = None, image_directory: str | None = None
+) -> list[PromptRow]:
     """All rows of `source`, in memory. As `read_rows`."""
-    return list(read_rows(source, schema, system_prompt))
+    return list(read_rows(source, schema, system_prompt, image_directory=image_directory))
 
 
 def read_rows(
-    source: str, schema: Schema = "auto", system_prompt: str | None = None, unused: set[str] | None = None
+    source: str,
+    schema: Schema = "auto",
+    system_prompt: str | None = None,
+    unused: set[str] | None = None,
+    image_directory: str | None = None,
 ) -> Iterator[PromptRow]:
     """Yields the rows of `source`: a JSONL or parquet file, a directory of files, or a hub name.
 
@@ -51,10 +57,11 @@ def read_rows(
         schema: of the rows, as `data.schema`.
         system_prompt: prepended to rows without a system message.
         unused: gets the names of the columns that no row uses.
+        image_directory: as `data.image_directory`.
 
     Raises DataError: nothing there, no rows, or a malformed row (named by file and line).
     """
-    reader = RowReader(schema, unused)
+    reader = RowReader(schema, unused, image_directory)
     if is_generator(source):
         do = "write some of its rows to a file, and name that: only training rows are drawn from a generator"
         raise DataError(explain(f"the dataset {source}", "a generator, which has no end", do))
@@ -96,7 +103,10 @@ def read_hub(hub: HubName, reader: RowReader | None = None) -> Iterator[PromptRo
         do = "check the name, configuration and split; log in for a private one; or give the path of a file"
         if "/" not in hub.name:
             do += "; the module of a generator `module:Name` must be in the working directory or on PYTHONPATH"
-        raise DataError(explain(f"the dataset {hub} from the hub", _why(error), do)) from error
+        found = _named(error)
+        if isinstance(error, ConnectionError):
+            found = f"the hub cannot be reached, and the cache does not have it ({found})"
+        raise DataError(explain(f"the dataset {hub} from the hub", found, do)) from error
     reader = reader or RowReader()
     columns = reader.needed(dataset.column_names)
     batches = dataset.select_columns(columns).with_format("arrow").iter(batch_size=READ_ROWS)
@@ -113,7 +123,7 @@ class GeneratedRows:
         self._key = key
         self._data = data
         self._made: dict[int, Any] = {}
-        self.reader = RowReader(data.schema)
+        self.reader = RowReader(data.schema, image_directory=data.image_directory)
         self._generator(0)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,13 +166,6 @@ class GeneratedRows:
 
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _why(error: Exception) -> str:
-    text = _named(error)
-    if isinstance(error, ConnectionError):
-        return f"the hub cannot be reached, and the cache does not have it ({text})"
-    return text
 
 
 def _files(path: Path) -> list[Path]:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from fractions import Fraction
 from math import gcd
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,13 +21,7 @@ _SHARES = 10_000
 """Longest period of a mixture: its shares are exact to one part in this number."""
 
 
-class Stream(Protocol):
-    def row_index(self, ordinal: int) -> int:
-        """The row of prompt `ordinal`. Pure. Raises ValueError: negative ordinal."""
-        ...
-
-
-def build_stream(prompts: TrainingSet, seed: int, shuffle: bool) -> Stream:
+def build_stream(prompts: TrainingSet, seed: int, shuffle: bool) -> PromptStream | MixedStream:
     """The stream over the training prompts of a run: one source, or a mixture; with a curriculum, if they have one."""
     if not prompts.sources:
         return PromptStream(len(prompts.rows), seed, shuffle, ease=prompts.ease, curriculum=prompts.curriculum)
@@ -82,7 +76,8 @@ class PromptStream:
         return ordinal // self.num_rows
 
     def row_index(self, ordinal: int) -> int:
-        """The row in `[0, num_rows)` of prompt `ordinal`. O(1), except for the first call of an epoch."""
+        """The row in `[0, num_rows)` of prompt `ordinal`. O(1), except for the first call of an epoch. Raises
+        ValueError: negative ordinal."""
         epoch, position = self.epoch(ordinal), ordinal % self.num_rows
         is_ordered = epoch < self._ordered_epochs
         if not self.shuffle and not is_ordered:

@@ -19,6 +19,8 @@ import numpy as np
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import unwritable
 
+_TEXTS = ("ground_truth", "data_source", "origin")
+"""Fields of a row that are stored as they are."""
 ENDLESS = 2**40
 """Rows of a generator, by number: more than any run asks for, and more than any table has."""
 BATCH_ROWS = 1024
@@ -84,7 +86,7 @@ class RowWriter:
         text = pyarrow.string()
         names = ("role", "content", "more"), ("key", "value")
         messages, extra = (pyarrow.list_(pyarrow.struct([(name, text) for name in pair])) for pair in names)
-        texts = [(name, text) for name in ("ground_truth", "data_source", "origin")]
+        texts = [(name, text) for name in _TEXTS]
         lists = [("messages", messages), ("extra", extra), ("structured", pyarrow.list_(text))]
         self._schema = pyarrow.schema([*lists, *texts])
         self._waiting: list[dict[str, Any]] = []
@@ -102,16 +104,10 @@ class RowWriter:
 
     def add(self, row: PromptRow) -> None:
         """Raises StorageError."""
-        self._waiting.append(
-            {
-                "messages": [{"role": m.role, "content": m.content, "more": m.more} for m in row.messages],
-                "extra": [{"key": key, "value": value} for key, value in row.extra],
-                "ground_truth": row.ground_truth,
-                "data_source": row.data_source,
-                "origin": row.origin,
-                "structured": row.structured,
-            }
-        )
+        messages = [{"role": m.role, "content": m.content, "more": m.more} for m in row.messages]
+        extra = [{"key": key, "value": value} for key, value in row.extra]
+        lists = {"messages": messages, "extra": extra, "structured": row.structured}
+        self._waiting.append(lists | {name: getattr(row, name) for name in _TEXTS})
         self._num_rows += 1
         if len(self._waiting) == BATCH_ROWS:
             self._flush()
@@ -143,11 +139,9 @@ class RowWriter:
 def _row(record: dict[str, Any]) -> PromptRow:
     return PromptRow(
         messages=tuple(ChatMessage(**message) for message in record["messages"]),
-        ground_truth=record["ground_truth"],
-        data_source=record["data_source"],
         extra=tuple((pair["key"], pair["value"]) for pair in record["extra"]),
-        origin=record["origin"],
         structured=tuple(record["structured"]),
+        **{name: record[name] for name in _TEXTS},
     )
 
 

@@ -11,14 +11,19 @@ content, or from and value. Pure: records are parsed JSON or Arrow values.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import math
+import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
+from asyncrl.data.images import image_bytes
 from asyncrl.errors import DataError, explain
+from asyncrl.types.images import ImageStore
 
 T = TypeVar("T")
 
@@ -39,8 +44,12 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt_answer": ("prompt", "answer", "data_source"),
     "conversations": ("conversations", "messages", "answer", "data_source"),
 }
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_NO_MEDIA = "train a text model on text alone: remove these rows, or the images, videos and audio of all rows"
+_IMAGES, _MEDIA = ("images", "image"), ("video", "videos", "audio", "audios")
+_NO_MEDIA = "train a text model on text alone: remove these rows, or the videos and audio of all rows"
+_MARK, _OF_VERL = "\ufffc", "<image>"
+"""Where a content has an image: the first until the image is found, then followed by its key; the second in verl's."""
+IMAGE = re.compile(_MARK + r"([0-9a-f]{28})")
+"""An image in the content of a message, by its key in `data.image_directory`."""
 _CALLERS = ("function_call", "tool_call")
 """In `from`: the message is a call, as JSON, perhaps behind a thought."""
 _SPEAKERS = dict.fromkeys(("human", "user"), "user") | {"system": "system", "developer": "developer"}
@@ -53,7 +62,8 @@ _CHAT, _TRUTH = "\0prompt", "\0ground_truth"
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a prompt. `role`: any of the chat template (system, user, assistant, tool). `more`: the other
+    """One message of a prompt. `role`: any of the chat template (system, user, assistant, tool). `content`: text, with
+    images as `IMAGE` finds them. `more`: the other
     fields, such as tool_calls and reasoning_content, as a JSON object; empty for none."""
 
     role: str
@@ -104,9 +114,8 @@ class PromptRow:
         text = dict(self.extra).get("tools") or "[]"
         try:
             found = json.loads(text)
-            tools = [
-                json.loads(t) if isinstance(t, str) else t for t in (found if isinstance(found, list) else [found])
-            ]
+            found = found if isinstance(found, list) else [found]
+            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in found]
         except ValueError:
             return []
         found = [tool for tool in tools if isinstance(tool, Mapping)]
@@ -158,17 +167,20 @@ def schema_of(keys: Iterable[object]) -> Schema:
 
 
 class RowReader:
-    """Reads the rows of one dataset. `unused` gets the names of the columns that no row uses."""
+    """Reads the rows of a dataset and stores their images. `unused` gets the names of columns that no row uses."""
 
-    def __init__(self, schema: Schema = "auto", unused: set[str] | None = None) -> None:
+    def __init__(
+        self, schema: Schema = "auto", unused: set[str] | None = None, image_directory: str | None = None
+    ) -> None:
         self.unused: set[str] = set() if unused is None else unused
         self._schema = schema
+        self._store = None if image_directory is None else ImageStore(image_directory)
 
     def needed(self, names: Sequence[str]) -> list[str]:
         """The columns of a file to read."""
         if (schema_of(names) if self._schema == "auto" else self._schema) != "verl":
             return list(names)
-        wanted = *_COLUMNS["verl"], *_MEDIA, "tools"
+        wanted = *_COLUMNS["verl"], *_IMAGES, *_MEDIA, "tools"
         self.unused |= {name for name in names if name not in wanted}
         return [name for name in names if name in wanted]
 
@@ -209,7 +221,9 @@ class RowReader:
             messages, truth, source = _READERS[schema](record, origin)
         except DataError as error:
             raise DataError(f"{error} (read as data.schema={schema})") from None
-        others = {k: v for k, v in record.items() if k not in (*_COLUMNS[schema], "extra_info") and v is not None}
+        messages = self._with_images(messages, record, origin)
+        used = *_COLUMNS[schema], *_IMAGES, "extra_info"
+        others = {k: v for k, v in record.items() if k not in used and v is not None}
         if schema == "verl":
             self.unused |= others.keys() - {"tools"}
             others = {name: value for name, value in others.items() if name == "tools"}
@@ -223,10 +237,37 @@ class RowReader:
         structured = (*[_CHAT] * is_chat, *[_TRUTH] * is_json, *structured)
         return PromptRow(messages, text, source, extra, origin, structured)
 
-
-def parse_json_line(line: str, origin: str, schema: Schema = "auto") -> PromptRow:
-    """As `RowReader.line`."""
-    return RowReader(schema).line(line, origin)
+    def _with_images(
+        self, messages: tuple[ChatMessage, ...], record: Mapping[str, Any], origin: str
+    ) -> tuple[ChatMessage, ...]:
+        """The messages with the keys of their images, which are stored: those that parts of contents bring, and those
+        of the row's column, in order, for the other places. Raises DataError."""
+        column: Any = next((record[name] for name in _IMAGES if record.get(name) not in (None, "", [])), [])
+        given = deque(column if isinstance(column, list | tuple) else [column])
+        texts = [message.content for message in messages]
+        if given and _MARK not in "".join(texts):
+            texts = [text.replace(_OF_VERL, _MARK) for text in texts]
+            if _MARK not in "".join(texts):  # before the question
+                first = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
+                texts[first] = _MARK * len(given) + texts[first]
+        if not given and _MARK not in "".join(texts):
+            return messages
+        if self._store is None:
+            do = "set data.image_directory, where a run keeps the images of its prompts, or remove these rows"
+            raise _malformed(origin, "images, and data.image_directory is not set", do)
+        made = []
+        for text in texts:
+            first, *rest = text.split(_MARK)
+            for part in rest:
+                own, closed, after = part.partition("\0")
+                if not closed and not given:
+                    raise _malformed(origin, "more places for images than images", "give each place one")
+                source = json.loads(own) if closed else given.popleft()
+                first += _MARK + self._store.put(image_bytes(source, origin)) + (after if closed else part)
+            made.append(first)
+        if given:
+            raise _malformed(origin, f"{len(given)} images without a place in the messages", f"write {_OF_VERL} there")
+        return tuple(replace(m, content=text) for m, text in zip(messages, made, strict=True))
 
 
 def parse_record(record: object, origin: str, schema: Schema = "auto") -> PromptRow:
@@ -271,11 +312,8 @@ def _read_prompt_answer(record: Mapping[str, object], origin: str) -> _Read:
     if not isinstance(prompt, Sequence):
         do = "make it a text, or a list of {role, content} messages"
         raise _malformed(origin, f"prompt is {_kind(prompt)}", do)
-    return (
-        _messages(prompt, origin),
-        _ground_truth(record.get("answer"), "answer", origin),
-        str(record.get("data_source") or "prompt_answer"),
-    )
+    messages, truth = _messages(prompt, origin), _ground_truth(record.get("answer"), "answer", origin)
+    return messages, truth, str(record.get("data_source") or "prompt_answer")
 
 
 def _read_conversations(record: Mapping[str, object], origin: str) -> _Read:
@@ -362,12 +400,24 @@ def _joined(parts: Sequence[object], key: str, origin: str) -> str:
     """The text of a content that comes in parts."""
     texts = []
     for number, part in enumerate(parts):
-        is_text = isinstance(part, Mapping) and part.get("type", "text") == "text"
-        text = part.get("text") if is_text else part
+        kind = part.get("type") or "text" if isinstance(part, Mapping) else ""
+        text: Any = part
+        if isinstance(part, Mapping) and kind == "text":
+            text = part.get("text")
+        elif isinstance(part, Mapping) and kind.startswith("image"):  # image_url is OpenAI's
+            own = next((part[name] for name in (kind, "url", "path", "image") if part.get(name)), None)
+            text = _MARK + (json.dumps(own, default=_coded) + "\0" if own else "")
         if not isinstance(text, str):
             raise _malformed(origin, f"{key}[{number}] is {_kind(part)}, and only text can be trained", _NO_MEDIA)
         texts.append(text)
     return "".join(texts)
+
+
+def _coded(value: object) -> str:
+    """Bytes of an image in a part of a content. Raises TypeError: something else."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} as an image")
+    return "data:image/any;base64," + base64.b64encode(value).decode()
 
 
 def _calls(calls: object, key: str, origin: str) -> list[dict[str, Any]]:

@@ -265,7 +265,7 @@ class RenderedCalls:
         unit, close = before.strip(), after
         if between is not None:
             unit = _from_mark(_shared_end(before, between)).strip(" \n,;")
-            close = _to_mark(_shared_start(between, after))
+            close = _to_mark(shared_start(between, after))
         section = before.strip().removesuffix(unit)
         opening = next((text for text in _heads(before) if text not in self.reply), "")
         end, closing = close, next(reversed(re.findall(_WORD, close)), "")
@@ -305,7 +305,7 @@ def rendered_calls(template: str) -> Iterator[RenderedCalls]:
         call = {"type": "function", "id": id_, "function": {"name": _TOOL, "arguments": arguments}}
         turns = [{"role": "assistant", "content": content, "tool_calls": [call] * number} for number in (1, 2)]
         one, two = (_rendered(template, turn) for turn in turns)
-        start = max(len(_shared_start(one, prompt)), len(_shared_start(one, reply)))
+        start = max(len(shared_start(one, prompt)), len(shared_start(one, reply)))
         start = len(_to_mark(one[:start]))
         if _TEXT in one[start:]:
             yield RenderedCalls(
@@ -337,12 +337,12 @@ def _tagged_reader(after: str) -> TaggedParameters | None:
     if parts is None:
         return None
     head, separator, between, other, end = parts.groups()
-    close = _to_mark(_shared_start(between, end)).rstrip()
+    close = _to_mark(shared_start(between, end)).rstrip()
     key = _from_mark(_shared_end(head, between.removeprefix(close)))
     if not close.strip() or not key.strip():
         return None
     # Where the two separators differ they tell strings from other values.
-    same = _shared_start(separator, other)
+    same = shared_start(separator, other)
     tail = _shared_end(separator[len(same) :], other[len(same) :])
     kind = separator[len(same) : len(separator) - len(tail)]
     middle = rf"{_lenient(same)}(?P<kind>{'[^<>]*?' if kind else ''}){_lenient(tail)}"
@@ -409,13 +409,14 @@ def _heads(text: str) -> list[str]:
     return [text[: word.end()].strip() for word in re.finditer(_WORD, text)]
 
 
-def _shared_start(first: str, second: str) -> str:
+def shared_start(first: str, second: str) -> str:
+    """The text with which both begin."""
     same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     return "".join(letter for letter, _ in same)
 
 
 def _shared_end(first: str, second: str) -> str:
-    return _shared_start(first[::-1], second[::-1])[::-1]
+    return shared_start(first[::-1], second[::-1])[::-1]
 
 
 def _to_mark(text: str) -> str:

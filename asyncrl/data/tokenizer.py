@@ -12,8 +12,9 @@ import numpy as np
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path
 from asyncrl.data.chat_template import TEXT_ALONE, ChatTemplate
+from asyncrl.data.images import ImageTokens, with_images
 from asyncrl.data.row_table import RenderedPrompts
-from asyncrl.data.rows import PromptRow
+from asyncrl.data.rows import IMAGE, PromptRow
 from asyncrl.data.stop_strings import StopTexts
 from asyncrl.data.tool_calls import ToolPrompt, tools_for
 from asyncrl.errors import ConfigError, DataError, explain
@@ -84,10 +85,11 @@ class PromptRenderer:
         self._normalizer: Any = None if backend is None else backend.normalizer
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._bounds_bytes = backend is not None and all(len(t.content.encode()) > 1 for t in added.values())
-        splits = (
-            type(getattr(backend, "model", None)).__name__ == "BPE"
-        )  # other models make one token of an unknown word
+        # Other models make one token of an unknown word.
+        splits = type(getattr(backend, "model", None)).__name__ == "BPE"
         self._longest = max(map(len, tokenizer.get_vocab())) if splits else 0
+        self._images = None if model.image_directory is None else ImageTokens(model)
+        self._image_text = "" if self._images is None else self.template.image_text(self._images.mark)
 
     def prompt_ids(self, row: PromptRow) -> np.ndarray:
         """[P] int32: the row through the chat template, up to where the policy begins.
@@ -129,11 +131,12 @@ class PromptRenderer:
         Raises DataError naming the row: it renders to no token.
         """
         # Fast path: too few bytes to exceed the limit in tokens.
-        if text and self._bounds_bytes and len(text) < limit:
+        holds_images = IMAGE.search(text) is not None
+        if text and self._bounds_bytes and len(text) < limit and not holds_images:
             normalised = self._normalizer.normalize_str(text) if self._normalizer is not None else text
             if normalised.strip() and len(normalised.encode()) < limit:
                 return None
-        if self._longest and len(text) > limit * self._longest:
+        if self._longest and len(text) > limit * self._longest and not holds_images:
             normalised = self._normalizer.normalize_str(text) if self._normalizer is not None else text
             if (least := len("".join(normalised.split())) // self._longest) > limit:
                 return least
@@ -146,10 +149,19 @@ class PromptRenderer:
 
     def _ids(self, row: PromptRow, text: str) -> np.ndarray:
         tokenizer: Any = self._tokenizer
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        keys, asked = IMAGE.findall(text), f"the prompt of {row.origin}"
+        ids = tokenizer(IMAGE.sub(self._image_text.replace("\\", r"\\"), text), add_special_tokens=False)["input_ids"]
         if len(ids) == 0:
-            raise DataError(explain(f"the prompt of {row.origin}", "it renders to no token", "check the chat template"))
-        return np.asarray(ids, dtype=np.int32)
+            raise DataError(explain(asked, "it renders to no token", "check the chat template"))
+        found = np.asarray(ids, dtype=np.int32)
+        if not keys:
+            return found
+        if self._images is None:
+            raise DataError(explain(asked, "it has images", "set data.image_directory"))
+        if (places := int((found == self._images.mark_id).sum())) != len(keys):
+            do = f"take the text {self._images.mark} out of the row, or set model.chat_template to one with images"
+            raise DataError(explain(asked, f"{places} places for {len(keys)} images", do))
+        return with_images(found, keys, self._images)
 
 
 def render_rows(

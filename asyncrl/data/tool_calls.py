@@ -46,13 +46,9 @@ Parser = Callable[[str, Sequence[ToolSignature]], list[Call]]
 
 def parse_hermes(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
     """The calls between <tool_call> tags, in order; malformed without a closing tag."""
-    calls: list[Call] = []
-    for match in _HERMES.finditer(text):
-        if not match[2]:
-            calls.append(MalformedCall("the call is not closed by </tool_call>"))
-        else:
-            calls.append(from_json(match[1].strip(), _WRITTEN["hermes"]))
-    return calls
+    unclosed = MalformedCall("the call is not closed by </tool_call>")
+    found = _HERMES.findall(text)
+    return [from_json(body.strip(), _WRITTEN["hermes"]) if end else unclosed for body, end in found]
 
 
 def parse_json(text: str, tools: Sequence[ToolSignature]) -> list[Call]:
@@ -187,13 +183,8 @@ def written(name: str, arguments: Mapping[str, Any], parser: CallParser) -> str:
 
 
 def _tagged(tool: ToolSignature, text: str) -> Call:
-    if text.startswith("{"):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            return ToolCall(tool.name, value)
+    if (value := _object(text)) is not None:
+        return ToolCall(tool.name, value)
     if tool.first is None:
         return ToolCall(tool.name, {}) if not text else MalformedCall(f"{tool.name} takes no arguments", tool.name)
     return ToolCall(tool.name, {tool.first: text})
@@ -201,15 +192,19 @@ def _tagged(tool: ToolSignature, text: str) -> Call:
 
 def _names_tool(text: str) -> bool:
     """True for a JSON object with a name and arguments, possibly in OpenAI's nesting."""
+    value = _object(text) or {}
+    inner = value.get("function")
+    value = inner if isinstance(inner, dict) else value
+    return isinstance(value.get("name"), str) and bool({"arguments", "parameters"} & {*value})
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """The JSON object that the text is; None if it is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return False
-    if isinstance(value, dict) and isinstance(value.get("function"), dict):
-        value = value["function"]
-    return (
-        isinstance(value, dict) and isinstance(value.get("name"), str) and bool({"arguments", "parameters"} & {*value})
-    )
+        return None
+    return value if isinstance(value, dict) else None
 
 
 # Tells the policy its tools: through the chat template if it supports tools, else in a system message.
@@ -241,11 +236,6 @@ def tools_for(schemas: Sequence[Mapping[str, Any]], parser: CallParser, template
     return ToolPrompt(tuple(schemas), described(schemas, parser), in_words=in_words)
 
 
-def takes_tools(template: str) -> bool:
-    """True if the chat template renders tools."""
-    return re.search(r"\btools\b", template) is not None
-
-
 def with_tools(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
@@ -260,7 +250,7 @@ def with_tools(
     plain = [dict(message) if rendered is None else rendered.takes(message) for message in messages]
     if tools is None or not tools.schemas:
         return plain, {}
-    if takes_tools(template) and not tools.in_words:
+    if re.search(r"\btools\b", template) and not tools.in_words:
         return plain, {"tools": [dict(schema) for schema in tools.schemas]}
     if plain and plain[0].get("role") == "system":
         plain[0]["content"] = f"{plain[0]['content']}\n\n{tools.text}"

@@ -143,7 +143,7 @@ class _Collected:
         """Adds the rows of one source. Raises DataError, StorageError."""
         data, key = self._data, self._data.curriculum.key
         in_range = dropped = taken = 0
-        for row in self._distinct(read_rows(path, data.schema, data.system_prompt, self._unused)):
+        for row in self._distinct(read_rows(path, data.schema, data.system_prompt, self._unused, data.image_directory)):
             ease = ease_of(row, key) if key else 0.0
             if key and not data.curriculum.min <= ease <= data.curriculum.max:
                 self._filtered += 1

@@ -72,9 +72,7 @@ class Actors:
         self._environment = cluster.engine_environment(recipe.rollout.engine)
         if recipe.is_colocated and not placements.placement.shares_gpus:
             require_sleep(recipe.rollout.engine)
-        self.pools = ModelPools(
-            recipe, gpus=_gpus_beside(placements), environment=cluster.engine_environment, on_event=events.write
-        )
+        self.pools = ModelPools(recipe, _gpus_beside(placements), cluster, events)
         recovery = recipe.recovery
         devices = SharedDevices() if recipe.is_colocated else None
         self._rollouter_budget = RestartBudget(recovery.max_restarts, recovery.window_s)
@@ -100,11 +98,8 @@ class Actors:
         self.engines = None if devices is None else EngineTurns(self.replicas, devices, start_timeout_s=start_s)
         """None unless the engines share their devices with the trainer."""
         fixed_by = "rollout.engine=remote" if recipe.rollout.engine == "remote" else ""
-        limits = FleetLimits(
-            recipe.rollout.num_replicas,
-            recipe.rollout.max_replicas,
-            "placement=colocated" if recipe.is_colocated else fixed_by,
-        )
+        fixed_by = "placement=colocated" if recipe.is_colocated else fixed_by
+        limits = FleetLimits(recipe.rollout.num_replicas, recipe.rollout.max_replicas, fixed_by)
         self.fleet_size = FleetSize(self.replicas, placements, limits, start_timeout_s=start_s, on_event=events.write)
         self.queue_writer = ""
         """Names the present queue in its events."""
@@ -177,19 +172,17 @@ class Actors:
             node_gpus=gpus if placement.rank_gpus else 0,
         )
         spec = TrainerSpec.of(recipe, num_threads=threads)
-        # The ranks start as a separate task: if another start fails, a finished pool must still be killed.
-        trainers = asyncio.ensure_future(self._start_trainers(spec))
         await self.replicas.set_listener(self._set_replicas)
         await self.pools.set_listener(self.rollouter.set_pool)
+        trainers: asyncio.Task[TrainerPool] | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                for work in (_done(trainers), self.rollouter.start(timeout_s), *others):
+                trainers = group.create_task(self._start_trainers(spec))
+                for work in (self.rollouter.start(timeout_s), *others):
                     group.create_task(work)
         except BaseException as error:  # also a cancelled start leaves no rank behind
-            trainers.cancel()
-            for pool in await asyncio.gather(trainers, return_exceptions=True):
-                if isinstance(pool, TrainerPool):
-                    pool.kill()
+            if trainers is not None and not trainers.cancelled() and trainers.exception() is None:
+                trainers.result().kill()
             if not isinstance(error, ExceptionGroup):
                 raise
             raise cause(error.exceptions) from None
@@ -307,10 +300,6 @@ def _smallest_node() -> tuple[int, int, int]:
     if spans(nodes, ray.get_runtime_context().get_node_id()) and usable:
         return min(usable), len(usable), gpus
     return min([local_cores(), *usable]), 1, gpus
-
-
-async def _done(trainers: asyncio.Future[TrainerPool]) -> None:
-    await trainers
 
 
 def untraced(cls: type) -> type:

@@ -16,6 +16,7 @@ from asyncrl.config.run import CheckpointConfig
 from asyncrl.errors import DeadlineExceeded, ProcessDied, StorageError, explain
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
+from asyncrl.remote.tasks import cancel
 from asyncrl.types import PartialGroup
 from asyncrl.types.events import CheckpointFailed, CheckpointLate, CheckpointSaved, Event
 
@@ -107,8 +108,7 @@ class CheckpointWriter:
     async def close(self) -> None:
         """Cancels the write in progress."""
         if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+            await cancel(self._writing)
 
     async def _write(self, state: RunState, started: float, capture_s: float) -> None:
         temporary: Path | None = None
@@ -117,11 +117,9 @@ class CheckpointWriter:
             of_trainer = await self._written(temporary, state)
             async with asyncio.timeout(GRACE_S + self._config.timeout_s):
                 path = await self._finish(temporary, state, of_trainer)
-        except (ProcessDied, DeadlineExceeded, asyncio.CancelledError):
-            self._discard(temporary)
+        except (ProcessDied, DeadlineExceeded):
             raise
         except Exception as error:  # task boundary: counted, and raised when too many
-            self._discard(temporary)
             self._on_event(CheckpointFailed(state.global_steps, f"{type(error).__name__}: {error}"))
             # The failure is tolerated until the budget of consecutive failures is spent.
             logger.warning("checkpoint of step %d was not written: %s", state.global_steps, error)
@@ -136,6 +134,9 @@ class CheckpointWriter:
             self._failures = 0
             took_s = time.monotonic() - started
             self._on_event(CheckpointSaved(state.global_steps, path.name, save_s=took_s, capture_s=capture_s))
+        finally:
+            if temporary is not None:
+                self._store.discard(temporary)  # unless it was renamed
 
     async def _written(self, temporary: Path, state: RunState) -> Mapping[str, FileDigest]:
         """Has both parts written; returns the digests of the trainer's. Raises the error of a part, or of a process
@@ -167,8 +168,7 @@ class CheckpointWriter:
                 self._on_event(CheckpointLate(state.global_steps, f"{type(late).__name__}: {late}"))
                 logger.warning("checkpoint of step %d is late: %s", state.global_steps, late)
         finally:
-            parts.cancel()
-            await asyncio.gather(parts, return_exceptions=True)
+            await cancel(parts)
         of_queue, of_trainer = parts.result()
         if isinstance(of_queue, BaseException):
             raise of_queue
@@ -190,10 +190,6 @@ class CheckpointWriter:
             given_up.set()
             await asyncio.wait([finishing], timeout=FINISH_TIMEOUT_S)
             raise
-
-    def _discard(self, temporary: Path | None) -> None:
-        if temporary is not None:
-            self._store.discard(temporary)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.step_record import StepClock
 from asyncrl.types import ReplicaStats
@@ -53,11 +55,7 @@ class Colocation:
         if self._engines is None:
             return {}
         now = {(s.replica_id, s.pid): (s.asleep_s, s.waking_s) for s in stats}
-        since = [
-            (asleep_s - before[0], waking_s - before[1])
-            for key, (asleep_s, waking_s) in now.items()
-            for before in [self._before.get(key, (0.0, 0.0))]
-        ]
+        since = [np.subtract(spent_s, self._before.get(key, 0)).tolist() for key, spent_s in now.items()]
         begin_s, self._before, self._begin_s = self._begin_s, now, 0.0
         return {
             Metric.SLEEP_BEGIN: begin_s,

@@ -30,7 +30,7 @@ from asyncrl.inference.engines import ENGINES
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.queue.staleness import StalenessPolicy
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S
-from asyncrl.remote.tasks import end
+from asyncrl.remote.tasks import cancel, end
 from asyncrl.remote.waits import WAITS
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import (
@@ -115,13 +115,7 @@ class Coordinator:
         self._shares = ReplicaShares(lambda: len(parts.replicas.table.rows))
         self._colocation = Colocation(parts, self._clock)
         self._publisher = Publisher(recipe, parts, clock=self._clock, shares=self._shares, colocation=self._colocation)
-        self._evaluations = Evaluations(
-            recipe,
-            parts,
-            stop=self._stop,
-            publisher=self._publisher,
-            catch_up=self._catch_up_evaluation,
-        )
+        self._evaluations = Evaluations(recipe, parts, stop=self._stop, publisher=self._publisher)
         self._health: dict[str, float] = {}
         """Metrics of the last health check."""
         self._initial: dict[str, float] = {}
@@ -158,7 +152,7 @@ class Coordinator:
         try:
             # Phase 1: until training ends, a guard fails, or a stop comes.
             await asyncio.wait([training, stop, *guards], return_when=asyncio.FIRST_COMPLETED)
-            if self._stop.is_set() and not self.restored.is_set() and not _any_failed(training, *guards):
+            if self._stop.is_set() and not self.restored.is_set() and not _errors(training, *guards):
                 return  # nothing was trained: the start state remains the newest
             # Phase 2: a stop gives the step in progress `shutdown_timeout_s`; the final saves have their own deadlines.
             if self._stop.is_set() and not training.done():
@@ -166,27 +160,20 @@ class Coordinator:
                 if self._finishing:
                     await _first_of(None, training, *guards)
             # Phase 3: find the cause. The other errors are often its consequences.
-            failed = [t for t in (*guards, training) if t.done() and not t.cancelled() and t.exception() is not None]
-            if failed:
-                first = cause(error for t in failed if (error := t.exception()) is not None)
-                for task in failed:
-                    if task.exception() is not first:
-                        logger.error("also: %s: %s", task.get_name(), task.exception())
+            if failed := _errors(*guards, training):
+                first = cause(failed.values())
+                for name, error in failed.items():
+                    if error is not first:
+                        logger.error("also: %s: %s", name, error)
                 raise first
             if not training.done() and not self._stop.is_set():
                 raise ProcessDied("the rollouter stopped by itself; see the log of the run")
             if not training.done():
-                raise DeadlineExceeded(
-                    explain(
-                        f"stop after step {self.step + 1}",
-                        f"the step did not end within {self._recipe.run.shutdown_timeout_s:g} s",
-                        "resume=auto goes on from the last checkpoint; raise run.shutdown_timeout_s to wait longer",
-                    )
-                )
+                found = f"the step did not end within {self._recipe.run.shutdown_timeout_s:g} s"
+                do = "resume=auto goes on from the last checkpoint; raise run.shutdown_timeout_s to wait longer"
+                raise DeadlineExceeded(explain(f"stop after step {self.step + 1}", found, do))
         finally:
-            for task in (training, stop, *guards):
-                task.cancel()
-            await asyncio.gather(training, stop, *guards, return_exceptions=True)
+            await cancel(training, stop, *guards)
             await self._next_step.close()
             await end(self._recording, patience_s=RECORD_S)
             await self._evaluations.close()
@@ -414,13 +401,9 @@ class Coordinator:
                 await self._publisher.catch_up(self.step)
             if time.monotonic() > deadline:
                 what = f"{answer.missing} groups short" if answer.missing else f"{answer.overdue} overdue groups"
-                raise DeadlineExceeded(
-                    explain(
-                        f"the groups of step {self.step + 1}",
-                        f"after {self._recipe.staleness.overdue_timeout_s:g} s still {what}; {answer.counts}",
-                        "see events.jsonl for what the running groups wait for, or raise staleness.overdue_timeout_s",
-                    )
-                )
+                found = f"after {self._recipe.staleness.overdue_timeout_s:g} s still {what}; {answer.counts}"
+                do = "see events.jsonl for what the running groups wait for, or raise staleness.overdue_timeout_s"
+                raise DeadlineExceeded(explain(f"the groups of step {self.step + 1}", found, do))
         return None
 
     async def _drain(self) -> float:
@@ -435,20 +418,11 @@ class Coordinator:
                 await self._publisher.catch_up(self.step)
                 break
             if time.monotonic() - started > self._recipe.staleness.overdue_timeout_s:
-                raise DeadlineExceeded(
-                    explain(
-                        f"drain before the publish of version {self.step}",
-                        f"groups were still running after {self._recipe.staleness.overdue_timeout_s:g} s: "
-                        f"{await queue.call(CALL_TIMEOUT_S, MessageQueue.counts)}",
-                        "raise staleness.overdue_timeout_s or shorten rollout.request_timeout_s",
-                    )
-                )
+                counts = await queue.call(CALL_TIMEOUT_S, MessageQueue.counts)
+                found = f"groups were still running after {self._recipe.staleness.overdue_timeout_s:g} s: {counts}"
+                do = "raise staleness.overdue_timeout_s or shorten rollout.request_timeout_s"
+                raise DeadlineExceeded(explain(f"drain before the publish of version {self.step}", found, do))
         return time.monotonic() - started
-
-    async def _catch_up_evaluation(self) -> None:
-        """Publishes to newcomers during an evaluation; a new version only if no replica could answer otherwise."""
-        if self._publisher.version == self.step or not self._parts.replicas.serving:
-            await self._publisher.catch_up(self.step)
 
     # -- checkpoint ----------------------------------------------------------------------------------------------
 
@@ -480,12 +454,11 @@ class Coordinator:
         self._clock.resume(state.elapsed_s)
         logger.info("resumed from %s: step %d, %s", checkpoint, self.step, counts)
         # A smaller `run.max_steps` than before leaves groups that no step will train.
-        held = counts.trained + counts.active - self._recipe.run.max_steps * self._recipe.batch.groups_per_step
+        most = self._recipe.run.max_steps
+        held = counts.trained + counts.active - most * self._recipe.batch.groups_per_step
         if held > 0:
             logger.warning(
-                "%d groups are more than run.max_steps=%d trains: its last checkpoint keeps them",
-                held,
-                self._recipe.run.max_steps,
+                "%d groups are more than run.max_steps=%d trains: its last checkpoint keeps them", held, most
             )
 
     # -- guards --------------------------------------------------------------------------------------------------
@@ -528,8 +501,10 @@ async def _first_of(timeout_s: float | None, *tasks: asyncio.Task[Any]) -> None:
     await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _any_failed(*tasks: asyncio.Task[Any]) -> bool:
-    return any(t.done() and not t.cancelled() and t.exception() is not None for t in tasks)
+def _errors(*tasks: asyncio.Task[Any]) -> dict[str, BaseException]:
+    """The errors of those that have failed, by name."""
+    ended = (task for task in tasks if task.done() and not task.cancelled())
+    return {task.get_name(): error for task in ended if (error := task.exception()) is not None}
 
 
 async def _outcome(future: asyncio.Future[None]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.publisher import Publisher
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, GenerationError
+from asyncrl.remote.tasks import cancel
 from asyncrl.types import EvalResult, ReplicaTable
 from asyncrl.types.events import EvaluationFailed, EvaluationSkipped, EvaluationStarted, SetEvaluated
 from asyncrl.types.metrics import Metric
@@ -48,20 +49,8 @@ class _Beside:
 class Evaluations:
     """Owns the evaluation that runs during training, if any, and its leases."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        parts: Parts,
-        *,
-        stop: asyncio.Event,
-        publisher: Publisher,
-        catch_up: Callable[[], Awaitable[None]],
-    ) -> None:
-        """
-        Args:
-            stop: set when the run is to end.
-            catch_up: publishes to newcomers. It keeps the version unless no replica could answer otherwise.
-        """
+    def __init__(self, recipe: Recipe, parts: Parts, *, stop: asyncio.Event, publisher: Publisher) -> None:
+        """`stop`: set when the run is to end."""
         self._config, self._seed, self._sets = recipe.eval, recipe.run.seed, tuple(recipe.data.eval)
         self._max_steps = recipe.run.max_steps
         self._before: dict[str, tuple[tuple[str, str, float], ...]] = {}
@@ -69,7 +58,6 @@ class Evaluations:
         self._parts = parts
         self._stop = stop
         self._publisher = publisher
-        self._catch_up = catch_up
         self._beside: _Beside | None = None
         self._due: int | None = None
         """Number of earlier tries of an evaluation that is due and has no replica yet; None: none is due."""
@@ -83,7 +71,9 @@ class Evaluations:
         if not self._config.every_steps or self._stop.is_set():
             return {}
         if last:
-            await self._end_beside()
+            self._due = None
+            if self._beside is not None:
+                await self._unless_stopped(self._beside.work, step)
             found = self._take(last=True)
             return found if self._stop.is_set() else found | await self._by_all(step)
         found = self._take()
@@ -108,8 +98,7 @@ class Evaluations:
     async def close(self) -> None:
         """Cancels the evaluation in progress. Its replicas are fenced or stopped together with the others."""
         if self._beside is not None:
-            self._beside.work.cancel()
-            await asyncio.gather(self._beside.work, return_exceptions=True)
+            await cancel(self._beside.work)
             self._beside = None
 
     # -- by all replicas -----------------------------------------------------------------------------------------
@@ -122,7 +111,7 @@ class Evaluations:
         for name in self._sets:
             work = asyncio.create_task(self._parts.rollouter.evaluate(name, self._seed, self._config.timeout_s))
             try:
-                if not await self._unless_stopped(work):
+                if not await self._unless_stopped(work, step):
                     return {}
                 results.append(await work)
             except (DeadlineExceeded, GenerationError) as error:
@@ -135,16 +124,17 @@ class Evaluations:
         found = self._tell(results, step, self._publisher.version, started) if results else {}
         return found if len(results) == len(self._sets) else found | {Metric.EVAL_FAILED: 1}
 
-    async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:
-        """True when `work` is done, False if a stop came first; publishes to newcomers while it waits."""
-        stop = asyncio.create_task(self._stop.wait())
+    async def _unless_stopped(self, work: asyncio.Task[Any], step: int) -> bool:
+        """True when `work` is done, False if a stop came first. Publishes to newcomers while it waits; a new version
+        only if no replica could answer otherwise."""
+        stop, replicas = asyncio.create_task(self._stop.wait()), self._parts.replicas
         try:
             while not work.done():
                 await asyncio.wait([work, stop], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 if stop.done() and not work.done():
                     return False
-                if self._parts.replicas.newcomers:
-                    await self._catch_up()
+                if replicas.newcomers and (self._publisher.version == step or not replicas.serving):
+                    await self._publisher.catch_up(step)
         finally:
             stop.cancel()
         return True
@@ -185,12 +175,6 @@ class Evaluations:
     def _still_leased(self, leases: Mapping[int, ReplicaControl]) -> ReplicaTable:
         table = self._parts.replicas.table
         return replace(table, rows={i: r for i, r in table.those("leased").items() if leases.get(i) is r.handle})
-
-    async def _end_beside(self) -> None:
-        """Returns when no evaluation runs during training, or a stop came."""
-        self._due = None
-        if self._beside is not None:
-            await self._unless_stopped(self._beside.work)
 
     def _take(self, *, last: bool = False) -> dict[str, float]:
         """The metrics of an evaluation that has ended since the last call. An evaluation that failed for the first time

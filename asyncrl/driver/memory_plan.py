@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from itertools import product
 from math import prod
 
@@ -31,8 +31,8 @@ RESERVED_BYTES = 3 * GIB
 ENGINE_BYTES = 2 * GIB
 """Memory of an engine's forward passes, in addition to weights and cache."""
 _OTHER_GPU = "; or ray.gpu_memory_gib, if the GPUs have more"
-MOST_RANKS, MOST_SPLIT = 64, 64
-"""Largest factors tried for the number of ranks and for the split of a replica."""
+FACTORS = (1, 2, 4, 8, 16, 32, 64)
+"""Tried for the number of ranks, the tensor-parallel ranks and stages, and the split of a replica."""
 
 
 def gpu_bytes(recipe: Recipe) -> int | None:
@@ -109,26 +109,17 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
     # Too large: collect, for each number of ranks, the nearest layout that fits.
     fitting: dict[int, str] = {}
     trajectories = recipe.batch.groups_per_step * recipe.batch.group_size
-    for words, trainer in _layouts(recipe.trainer):
-        if (
-            trajectories % trainer.layout.num_plans == 0
-            and trainer.num_ranks not in fitting
-            and _divides(trainer, facts)
-            and (peak := needed(trainer) or 0) <= room
-        ):
+    for words, trainer in _layouts(recipe.trainer, facts):
+        is_new = trainer.num_ranks not in fitting and trajectories % trainer.layout.num_plans == 0
+        if is_new and (peak := needed(trainer) or 0) <= room:
             fitting[trainer.num_ranks] = f"{words} ({peak / GIB:.0f} GiB)"
     nearest = list(fitting.values())[:2]
     do = f"set {', or '.join(nearest)}" if nearest else "train a smaller model, or adapters (trainer.lora.rank)"
     do += _OTHER_GPU
-    raise ConfigError(
-        explain(
-            f"trainer.num_ranks={recipe.trainer.num_ranks} for {facts.name} with micro-batches of "
-            f"{recipe.max_tokens_per_microbatch} tokens",
-            f"a rank needs about {present / GIB:.0f} GiB {at}, and has {room / GIB:.0f} of the {gpu / GIB:.0f} "
-            "GiB of its GPU",
-            do,
-        )
-    )
+    batches = f"micro-batches of {recipe.max_tokens_per_microbatch} tokens"
+    asked = f"trainer.num_ranks={recipe.trainer.num_ranks} for {facts.name} with {batches}"
+    has = f"{room / GIB:.0f} of the {gpu / GIB:.0f} GiB of its GPU"
+    raise ConfigError(explain(asked, f"a rank needs about {present / GIB:.0f} GiB {at}, and has {has}", do))
 
 
 def _room_on_gpu(recipe: Recipe, gpu: int, demand: Demand) -> int:
@@ -136,23 +127,24 @@ def _room_on_gpu(recipe: Recipe, gpu: int, demand: Demand) -> int:
     return int(gpu * share) - RESERVED_BYTES - 2 * recipe.weights.bucket_bytes
 
 
-def _layouts(trainer: TrainerConfig) -> Iterator[tuple[str, TrainerConfig]]:
-    """Other layouts and the settings that select them, nearest first: less memory, shared rows or matrices, more
-    ranks."""
-    times, backend = 1, trainer.backend
-    present = getattr(trainer, backend)
-    while times <= MOST_RANKS:
-        ranks = trainer.num_ranks * times
+def _layouts(trainer: TrainerConfig, facts: ModelFacts) -> Iterator[tuple[str, TrainerConfig]]:
+    """Other layouts that the model allows and the settings that select them, nearest first: less memory, shared rows or
+    matrices, more ranks."""
+    backend = trainer.backend
+    present = asdict(getattr(trainer, backend))
+    for ranks in (trainer.num_ranks * times for times in FACTORS):
         for other in _fsdp(trainer, ranks) if backend == "fsdp" else _megatron(trainer, ranks):
-            words = {"trainer.num_ranks": ranks} if times > 1 else {}
-            words |= {f"trainer.{backend}.{key}": _word(getattr(other, key)) for key in _changed(present, other)}
+            words = [f"trainer.num_ranks={ranks}"] if ranks > trainer.num_ranks else []
+            for key, value in asdict(other).items():
+                if value != present[key]:
+                    words.append(f"trainer.{backend}.{key}={'null' if value is None else str(value).lower()}")
             try:
                 found = replace(trainer, num_ranks=ranks, **{backend: other})
-            except ConfigError:  # the ranks do not divide, e.g. by the expert-parallel size
+                require_fits(found, facts)
+            except ConfigError:  # the ranks do not divide, e.g. by the expert-parallel size or the model's heads
                 continue
             if words:
-                yield " ".join(f"{key}={value}" for key, value in words.items()), found
-        times *= 2
+                yield " ".join(words), found
 
 
 def _fsdp(trainer: TrainerConfig, ranks: int) -> Iterator[FsdpConfig]:
@@ -176,8 +168,7 @@ def _fsdp(trainer: TrainerConfig, ranks: int) -> Iterator[FsdpConfig]:
 def _megatron(trainer: TrainerConfig, ranks: int) -> Iterator[MegatronConfig]:
     """Layouts with more tensor-parallel ranks, then more stages, whose sizes divide `ranks`."""
     megatron = trainer.megatron
-    powers = [2**n for n in range(MOST_SPLIT.bit_length())]
-    for stages, split in product(powers, powers):
+    for stages, split in product(FACTORS, FACTORS):
         tensor, pipeline = megatron.tensor_parallel * split, megatron.pipeline_parallel * stages
         if ranks % (tensor * pipeline * megatron.context_parallel) == 0:
             yield replace(megatron, tensor_parallel=tensor, pipeline_parallel=pipeline)
@@ -189,22 +180,6 @@ def _shared(fsdp: FsdpConfig, ranks: int) -> Iterator[int]:
     while ranks % shared == 0 and (shared == 1 or fsdp.attention != "flash_attention_2"):
         yield shared
         shared *= 2
-
-
-def _divides(trainer: TrainerConfig, facts: ModelFacts) -> bool:
-    try:
-        require_fits(trainer, facts)
-    except ConfigError:
-        return False
-    return True
-
-
-def _changed(one: FsdpConfig | MegatronConfig, other: FsdpConfig | MegatronConfig) -> list[str]:
-    return [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
-
-
-def _word(value: object) -> str:
-    return "null" if value is None else str(value).lower()
 
 
 def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape], gpu: int) -> None:
@@ -224,20 +199,15 @@ def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape],
     if needed(workers) <= room:
         return
     heads = sizes.kv_heads or 1
-    tried = (workers * 2**times for times in range(1, MOST_SPLIT.bit_length()))
-    fitting = next((split for split in tried if needed(split) <= room and (split <= heads or split % heads == 0)), None)
+    allowed = (n for n in (workers * times for times in FACTORS) if n <= heads or n % heads == 0)
+    fitting = next((split for split in allowed if needed(split) <= room), None)
     key = f"rollout.{rollout.engine}.tensor_parallel_size"
     do = f"set {key}={fitting}" if fitting else "shorten rollout.sampling.max_response_tokens, or use a smaller model"
     do += _OTHER_GPU
-    raise ConfigError(
-        explain(
-            f"a replica of {facts.name} with {key}={workers}",
-            f"a worker needs {weights / workers / GIB:.0f} GiB for weights, {cache / workers / GIB:.0f} for one "
-            f"sequence of {rollout.max_model_len} tokens and {ENGINE_BYTES / GIB:.0f} besides, and has "
-            f"{room / GIB:.0f} of the {gpu / GIB:.0f} GiB of its GPU",
-            do,
-        )
-    )
+    needs = f"{weights / workers / GIB:.0f} GiB for weights, {cache / workers / GIB:.0f} for one sequence of "
+    needs += f"{rollout.max_model_len} tokens and {ENGINE_BYTES / GIB:.0f} besides"
+    found = f"a worker needs {needs}, and has {room / GIB:.0f} of the {gpu / GIB:.0f} GiB of its GPU"
+    raise ConfigError(explain(f"a replica of {facts.name} with {key}={workers}", found, do))
 
 
 # The micro-batch, which decides on the memory of activations.

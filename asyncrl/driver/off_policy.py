@@ -36,13 +36,13 @@ class GuardLoop:
     """Owns the guard's state between steps. With `staleness.guard=off` it only watches the parity."""
 
     def __init__(self, recipe: Recipe, queue: ActorClient[MessageQueue], events: EventLog) -> None:
-        self._config, self._mode = recipe.staleness.guard_rules, recipe.staleness.guard
+        self._config, self._acts = recipe.staleness.guard_rules, recipe.staleness.guard == "act"
         self._queue, self._events, self._max_lag = queue, events, recipe.max_lag
         self._rules = OffPolicyGuard.of(recipe)
         self._parity, self._may_stop = Parity.of(recipe), recipe.staleness.parity == "stop"
         self._had_parity: bool | None = None
         """Of the last step with tokens of lag 0; None before the first."""
-        self.state = None if self._mode == "off" else self._rules.begin()
+        self.state = None if recipe.staleness.guard == "off" else self._rules.begin()
         """Saved in checkpoints. With `watch`: the state as if the guard had acted."""
         self.stopped: RunFailed | None = None
         """Why the run must end after this step, with a checkpoint; None: it goes on."""
@@ -106,35 +106,23 @@ class GuardLoop:
         elif found and before is not False:
             logger.warning("replicas and trainer compute different policies: in step %d, %s; %s", step, found, SUSPECTS)
 
-    @property
-    def _acts(self) -> bool:
-        return self._mode == "act"
-
     async def _carry_out(self, step: int, decision: GuardDecision) -> LedgerCounts | None:
         """Records the decision, and with `act` carries it out. The event comes first because it explains what the queue
         then does."""
         self._events.write(GuardChanged(step, decision.action, decision.limit, self._acts, decision.reason))
-        would = "" if self._acts else " (watch: nothing is done)"
+        told = f"{decision.action}, limit on the lag {decision.limit}: {decision.reason}"
         logger.warning(
-            "off-policy guard after step %d: %s, limit on the lag %d: %s%s",
-            step,
-            decision.action,
-            decision.limit,
-            decision.reason,
-            would,
+            "off-policy guard after step %d: %s", step, told + " (watch: nothing is done)" * (not self._acts)
         )
         if not self._acts:
             return None
         if decision.action == "stopped":
             done = "; the corrections are raised" if self.correction_bounds < 1 else ""
-            self.stopped = RunFailed(
-                explain(
-                    "a policy close enough to the one that sampled (staleness.guard=act)",
-                    f"after step {step}: {decision.reason}; the limit on the lag is {decision.limit}, the lowest{done}",
-                    f"lower trainer.lr, or take another algorithm.loss or algorithm.corrections, then go on from an "
-                    f"earlier checkpoint or from that of step {step} (resume=auto)",
-                )
-            )
+            asked = "a policy close enough to the one that sampled (staleness.guard=act)"
+            found = f"after step {step}: {decision.reason}; the limit on the lag is {decision.limit}, the lowest{done}"
+            do = "lower trainer.lr, or take another algorithm.loss or algorithm.corrections, then go on from an "
+            do += f"earlier checkpoint or from that of step {step} (resume=auto)"
+            self.stopped = RunFailed(explain(asked, found, do))
             return None
         return await self._queue.call(CALL_TIMEOUT_S, MessageQueue.limit_lag, decision.limit)
 

@@ -44,15 +44,7 @@ from asyncrl.driver.memory_plan import (
     with_fitting_microbatch,
 )
 from asyncrl.environments import check_environment, prompt_tools
-from asyncrl.inference.engines import (
-    ENGINES,
-    require_package,
-    require_recording,
-    require_routers,
-    require_runs,
-    require_sleep,
-    require_staging,
-)
+from asyncrl.inference import engines
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.group import build_group_reward
@@ -145,7 +137,8 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     def held_out_prompts(source: str) -> RenderedPrompts | None:
         if not may_read(source):
             return None
-        rows = load_rows(source, recipe.data.schema, recipe.data.system_prompt)[: recipe.eval.max_prompts]
+        data = recipe.data
+        rows = load_rows(source, data.schema, data.system_prompt, data.image_directory)[: recipe.eval.max_prompts]
         check_rows(recipe.reward, rows)
         if renderer is None:
             return None
@@ -200,18 +193,19 @@ def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None
     if trains:
         on_cpu = recipe.trainer.device == "cpu" or _is_cpu_build()
         if recipe.is_colocated and on_cpu:
-            require_sleep(recipe.rollout.engine)
+            engines.require_sleep(recipe.rollout.engine)
         if recipe.weights.stage:
-            require_staging(recipe.rollout.engine)
+            engines.require_staging(recipe.rollout.engine)
         require_trains(recipe.trainer.backend, facts)
         require_fits(recipe.trainer, facts)
         check_memory_fits(recipe, facts, gpu_bytes(recipe))
+        engine = recipe.rollout.engine
         if recipe.trainer.router_replay == "rollout":
-            require_recording(recipe.rollout.engine, "experts", "trainer.router_replay=rollout", on_cpu=on_cpu)
-            require_routers(facts)
+            engines.require_recording(engine, "experts", "trainer.router_replay=rollout", on_cpu=on_cpu)
+            engines.require_routers(facts)
         if recipe.rollout.sampling.keep_sets:
-            require_recording(recipe.rollout.engine, "kept_ids", "rollout.sampling.keep_sets=true", on_cpu=on_cpu)
-    require_runs(recipe.rollout, facts)
+            engines.require_recording(engine, "kept_ids", "rollout.sampling.keep_sets=true", on_cpu=on_cpu)
+    engines.require_runs(recipe.rollout, facts)
 
 
 def hub_names(recipe: Recipe) -> list[str]:
@@ -269,7 +263,7 @@ def _check_pools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub:
         if key == "judge":
             notes += _thinking_notes(pool.model, ChatTemplate(load_tokenizer(pool.model, key), pool.model), key)
         facts = facts if facts.is_local else hub_facts(pool.model)
-        require_runs(replicas, facts, section=f"{key}.")
+        engines.require_runs(replicas, facts, section=f"{key}.")
         top_k = recipe.algorithm.distillation.top_k
         require(
             key != "teacher" or facts.vocab_size is None or top_k <= facts.vocab_size,
@@ -369,7 +363,7 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = T
     if missing_ok:
         return
     for replicas in (recipe.rollout, *(replicas for _, replicas in recipe.pools.values())):
-        require_package(replicas)
+        engines.require_package(replicas)
     require_backend(recipe.trainer.backend)
     devices = {"trainer.device": recipe.trainer.device} if trains else {}
     if recipe.rollout.engine == "torch":
@@ -402,41 +396,27 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
     trajectories = batch.groups_per_step * batch.group_size
     workers = rollout.settings.num_workers
     detail = f" of {workers} workers" if workers > 1 else ""
-    yield (
-        "mode",
-        f"{recipe.mode}: max_lag {recipe.max_lag}, publish every {recipe.staleness.publish_every_steps} "
-        f"step(s), generations in flight: {recipe.interrupt}",
-    )
+    publishes = f"publish every {recipe.staleness.publish_every_steps} step(s)"
+    yield "mode", f"{recipe.mode}: max_lag {recipe.max_lag}, {publishes}, generations in flight: {recipe.interrupt}"
     if recipe.is_colocated:
         yield "placement", f"colocated, in turns: {TURNS[recipe.mode]}"
-    yield (
-        "batch",
-        f"{batch.groups_per_step} groups x {batch.group_size} = {trajectories} trajectories a step, "
-        f"{trajectories // trainer.layout.num_plans} per rank; at most {slots} groups ({slots * batch.group_size} "
-        f"trajectories) exist at once",
-    )
+    text = f"{batch.groups_per_step} groups x {batch.group_size} = {trajectories} trajectories a step, "
+    text += f"{trajectories // trainer.layout.num_plans} per rank; at most {slots} groups "
+    yield "batch", f"{text}({slots * batch.group_size} trajectories) exist at once"
     detail += f", up to {rollout.max_replicas} where there is room" if rollout.max_replicas else ""
-    yield (
-        "rollout",
-        f"{rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {rollout.max_model_len}, "
-        f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}",
-    )
+    text = f"{rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {rollout.max_model_len}, "
+    text += f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}"
+    yield "rollout", text
     for key, (pool, replicas) in recipe.pools.items():
         length = f"max_model_len {replicas.max_model_len}"
         yield key, f"{replicas.num_replicas} {replicas.engine} replica(s) of {pool.path}, {length}"
-    yield (
-        "trainer",
-        f"{trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, "
-        f"{recipe.max_tokens_per_microbatch} tokens a micro-batch; weights by {recipe.weights.transport}",
-    )
+    sizes = f"{recipe.max_tokens_per_microbatch} tokens a micro-batch; weights by {recipe.weights.transport}"
+    yield "trainer", f"{trainer.num_ranks} {trainer.backend} rank(s), lr {trainer.lr:g}, {sizes}"
     yield "GPUs", describe_demand(Demand.of(recipe))
     if not trainer.device.startswith("cuda"):
-        cores = local_cores()
-        yield (
-            "threads",
-            f"on CPUs with {cores} cores: {trainer_threads(recipe, cores=cores)} for each trainer rank, "
-            f"{replica_threads(recipe)} for each replica",
-        )
+        cores, of_replica = local_cores(), replica_threads(recipe)
+        of_rank = trainer_threads(recipe, cores=cores)
+        yield "threads", f"on CPUs with {cores} cores: {of_rank} for each trainer rank, {of_replica} for each replica"
     if layout := _layout(trainer):
         yield "layout", layout
     yield from trainer_plan(_placed(recipe), found.facts)
@@ -444,11 +424,8 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
     # The task: penalties, prompts and how often each is trained, held-out sets.
     overlong = recipe.algorithm.overlong
     if overlong.buffer_tokens and overlong.penalty:
-        longest = recipe.longest_response_tokens
-        yield (
-            "overlong",
-            f"a penalty up to {overlong.penalty:g} over the last {overlong.buffer_tokens} of {longest} response tokens",
-        )
+        tokens = f"the last {overlong.buffer_tokens} of {recipe.longest_response_tokens} response tokens"
+        yield "overlong", f"a penalty up to {overlong.penalty:g} over {tokens}"
     total = recipe.run.max_steps * batch.groups_per_step
     if found.train is None:
         prompts, epochs = "prompts not counted", ""
@@ -500,7 +477,7 @@ def _placed(recipe: Recipe) -> Recipe:
     return recipe.placed(
         ranks_on_gpus=not here and demand.rank_gpus > 0,
         replicas_on_gpus=not here and demand.replica_gpus > 0,
-        stages=ENGINES[recipe.rollout.engine].stages,
+        stages=engines.ENGINES[recipe.rollout.engine].stages,
     )
 
 
@@ -508,10 +485,8 @@ def _layout(trainer: TrainerConfig) -> str:
     """Which ranks share a plan; empty if none do."""
     plans, megatron = trainer.layout.num_plans, trainer.megatron
     if trainer.backend == "megatron":
-        return (
-            f"tensor {megatron.tensor_parallel} x pipeline {megatron.pipeline_parallel} x {plans} copies; experts over "
-            f"{megatron.expert_parallel} x {megatron.experts_split_by}"
-        )
+        experts = f"experts over {megatron.expert_parallel} x {megatron.experts_split_by}"
+        return f"tensor {megatron.tensor_parallel} x pipeline {megatron.pipeline_parallel} x {plans} copies; {experts}"
     shared = trainer.fsdp.context_parallel
     return f"{shared} ranks share the tokens of a micro-batch, {plans} micro-batches at once" if shared > 1 else ""
 
@@ -536,11 +511,9 @@ def _describe_held_out(recipe: Recipe, name: str, prompts: RenderedPrompts | Non
     yield "held out", f"{name}: {said}"
     questions = Counter(row.messages for row in prompts.rows) if prompts is not None else Counter()
     if 0 < len(questions) < number:
-        yield (
-            "note",
-            f"held-out set {name} asks {len(questions)} different questions, up to "
-            f"{max(questions.values())} times each: eval.samples multiplies that, and intervals count questions",
-        )
+        asked = f"{len(questions)} different questions, up to {max(questions.values())} times each"
+        note = f"held-out set {name} asks {asked}: eval.samples multiplies that, and intervals count questions"
+        yield "note", note
 
 
 def _describe_sources(train: TrainingSet | None, num_groups: int) -> Iterator[tuple[str, str]]:
@@ -562,11 +535,19 @@ def _describe_sources(train: TrainingSet | None, num_groups: int) -> Iterator[tu
 def advice(recipe: Recipe, *, cores: int | None) -> Iterator[str]:
     """Advice on the run, each line with its reason: processes would wait for cores, or responses for places. `cores`:
     of the machine whose CPUs compute; None: ranks and replicas have GPUs, or run on other machines."""
-    if recipe.rollout.engine not in PLACES:
+    rollout = recipe.rollout
+    if rollout.engine not in PLACES:
         return  # the servers are already running
     if cores is not None:
         yield from _too_many_replicas(recipe, cores)
-    yield from _too_few_places(recipe)
+    trajectories = recipe.batch.groups_per_step * recipe.batch.group_size
+    places, due = rollout.settings.decodes_at_once, math.ceil(trajectories / rollout.num_replicas)
+    if due > places:
+        yield (
+            f"rollout.{rollout.engine}.{PLACES[rollout.engine]}={due} where the KV cache has room, or more replicas: a "
+            f"step takes {trajectories} responses, and {rollout.num_replicas} replica(s) decode "
+            f"{rollout.num_replicas * places} at once"
+        )
 
 
 def _too_many_replicas(recipe: Recipe, cores: int) -> Iterator[str]:
@@ -576,20 +557,5 @@ def _too_many_replicas(recipe: Recipe, cores: int) -> Iterator[str]:
     free = cores if alternate else cores - busy
     fitting = max(1, free // threads)
     if replicas > fitting:
-        beside = "" if alternate else f" and {ranks} trainer rank(s)"
-        yield (
-            f"rollout.num_replicas={fitting}: {replicas} replicas{beside} share {cores} cores, and each waits for the "
-            "others"
-        )
-
-
-def _too_few_places(recipe: Recipe) -> Iterator[str]:
-    rollout, key = recipe.rollout, PLACES[recipe.rollout.engine]
-    trajectories = recipe.batch.groups_per_step * recipe.batch.group_size
-    places, due = rollout.settings.decodes_at_once, math.ceil(trajectories / rollout.num_replicas)
-    if due > places:
-        yield (
-            f"rollout.{rollout.engine}.{key}={due} where the KV cache has room, or more replicas: a step takes "
-            f"{trajectories} responses, and {rollout.num_replicas} replica(s) decode {rollout.num_replicas * places} "
-            "at once"
-        )
+        sharing = f"{replicas} replicas" + ("" if alternate else f" and {ranks} trainer rank(s)")
+        yield f"rollout.num_replicas={fitting}: {sharing} share {cores} cores, and each waits for the others"

@@ -32,7 +32,7 @@ import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 from rich.console import Console
@@ -67,6 +67,7 @@ from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.progress import ProgressView
 from asyncrl.observability.sinks import build_sinks
 from asyncrl.remote.failure_policy import FailureAction, RestartBudget, failure_action
+from asyncrl.remote.tasks import cancel
 from asyncrl.remote.waits import WAITS
 from asyncrl.types.events import RunEnded, RunFaulted, RunStarted, TrainingFailed, TrainingRestarted
 
@@ -115,34 +116,34 @@ class _Run:
         self._checkpoints = CheckpointStore(spec.directory.checkpoints, recipe.checkpoint.keep)
         self._actors = Actors(spec, cluster, placements, self._events)
         self._coordinator: Coordinator | None = None
-        self._signals: list[int] = []
-        self._stopped = asyncio.Event()
         self._ended = threading.Event()
         self.left = threading.Event()
         """Set when nothing of the run remains in this process."""
         self._loop: asyncio.AbstractEventLoop
+        self._stopped: asyncio.Future[int]
+        """The first signal that ends the run."""
         self._stalled: asyncio.Future[None]
 
     async def run(self) -> RunResult:
         self._loop = asyncio.get_running_loop()
-        self._stalled = self._loop.create_future()
+        self._stopped, self._stalled = self._loop.create_future(), self._loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, number)
         watchdog: Watchdog | None = None
         try:
             if not await self._unless_stopped(self._actors.start()):
-                return RunResult(0, self._signals[0])
+                return RunResult(0, self._stopped.result())
             self._write_start()
             gc.collect()
             gc.freeze()  # start-up objects live as long as the process: collections need not visit them
             watchdog = Watchdog(self._recipe.stall_timeout_s, self._on_stall)
             step, complete = await self._unless_stalled(self._train(watchdog))
-            return RunResult(step, None if complete or not self._signals else self._signals[0])
+            return RunResult(step, None if complete or not self._stopped.done() else self._stopped.result())
         except Exception as error:
             named = self._as_storage_error(error)
             self._write_fault(named)
             if not isinstance(named, Stalled):  # a stall has already written its report
-                await self._report(named)
+                await asyncio.to_thread(self._report, named)
             if named is error:
                 raise
             raise named from error
@@ -172,26 +173,26 @@ class _Run:
         recovery = self._recipe.recovery
         budget = RestartBudget(recovery.max_restarts, recovery.window_s)
         start_from, elapsed_s = self._spec.start_from, 0.0
-        if start_from is not None:
-            await asyncio.to_thread(self._checkpoints.set_aside_corrupt, start_from)
         while True:
+            if start_from is not None:
+                await asyncio.to_thread(self._checkpoints.set_aside_corrupt, start_from)
             coordinator = Coordinator(self._recipe, self._parts(watchdog), start_from, elapsed_s=elapsed_s)
             self._coordinator = coordinator
             # A signal may have come between two coordinators.
-            if self._stopped.is_set():
+            if self._stopped.done():
                 coordinator.stop()
             try:
                 await coordinator.run()
             except (ProcessDied, DeadlineExceeded) as error:
                 if failure_action(error.process, error, restarts_left=True) is not FailureAction.RESTART_TRAINING_SIDE:
                     raise
-                if self._stopped.is_set():
+                if self._stopped.done():
                     self._write_loss(error, coordinator.step)
                     return self._interrupted(coordinator.step)
                 lost = error
             else:
                 if not coordinator.restored.is_set():  # a stop before training began
-                    return self._interrupted(_step_of(start_from))
+                    return self._interrupted(0 if start_from is None else read_state(start_from).global_steps)
                 complete = coordinator.step >= self._recipe.run.max_steps
                 self._events.write(RunEnded("finished" if complete else "interrupted", coordinator.step))
                 return coordinator.step, complete
@@ -199,12 +200,9 @@ class _Run:
             if not await self._restart(lost, coordinator.step, budget):
                 return self._interrupted(coordinator.step)
             watchdog.saw("restart", budget.total)
-            if (
-                coordinator.restored.is_set()
-            ):  # before that, the checkpoint that the user asked for is still the one to use
+            # Before it was restored, the checkpoint that the user asked for is still the one to use.
+            if coordinator.restored.is_set():
                 start_from = await asyncio.to_thread(self._checkpoints.latest) or self._spec.start_from
-                if start_from is not None:
-                    await asyncio.to_thread(self._checkpoints.set_aside_corrupt, start_from)
             checkpoint = start_from.name if start_from else None
             logger.info("training goes on from %s", checkpoint or "the beginning: there is no checkpoint yet")
             self._events.write(TrainingRestarted(str(lost.process), time.monotonic() - started, checkpoint))
@@ -221,15 +219,11 @@ class _Run:
             logger.error("%s has failed after step %d; the training side restarts: %s", lost.process, step, lost)
             self._write_loss(lost, step)
             if not budget.take():
-                raise RunFailed(
-                    explain(
-                        "train on after the loss of a process",
-                        f"{lost.process} failed after {budget} of the training side: {lost}",
-                        f"see {self._spec.directory.faults}; raise recovery.max_restarts, or go on with resume=auto",
-                    )
-                ) from lost
+                found = f"{lost.process} failed after {budget} of the training side: {lost}"
+                do = f"see {self._spec.directory.faults}; raise recovery.max_restarts, or go on with resume=auto"
+                raise RunFailed(explain("train on after the loss of a process", found, do)) from lost
             if isinstance(lost, DeadlineExceeded):
-                await self._report(lost)
+                await asyncio.to_thread(self._report, lost)
             try:
                 return await self._unless_stopped(self._actors.restart_training_side())
             except (ProcessDied, DeadlineExceeded) as error:
@@ -271,34 +265,23 @@ class _Run:
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: int) -> None:
-        self._signals.append(number)
-        self._stopped.set()
+        if not self._stopped.done():
+            self._stopped.set_result(number)
         logger.warning("%s: ending with a checkpoint", signal.Signals(number).name)
         if self._coordinator is not None:
             self._coordinator.stop()
 
     async def _unless_stopped(self, work: Awaitable[None]) -> bool:
         """Awaits `work`; if a signal comes first, cancels it and returns False."""
-        task, stop = asyncio.ensure_future(work), asyncio.create_task(self._stopped.wait())
-        try:
-            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stop.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        if task.cancelled():
-            return False
-        await task
-        return True
+        task = await _ended(work, self._stopped)
+        if not task.cancelled():
+            await task
+        return not task.cancelled()
 
     async def _unless_stalled(self, work: Awaitable[T]) -> T:
         """The result of `work`; raises the watchdog's error."""
-        task = asyncio.ensure_future(work)
-        await asyncio.wait([task, self._stalled], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        task = await _ended(work, self._stalled)
+        if task.cancelled():
             await self._stalled
         return await task
 
@@ -334,40 +317,29 @@ class _Run:
         except StorageError as full:  # must not hide the error itself
             logger.warning("%s", full)
 
-    async def _report(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         """Writes the evidence of a failure to the run directory."""
+        directory = self._spec.directory
         try:
-            place = await asyncio.to_thread(self._write_report, error)
+            place = write_report(
+                directory.faults,
+                error,
+                waits=WAITS.lines(),
+                processes=[psutil.Process(), *processes_of(self._cluster.run_id)],
+                log=directory.log,
+                outputs=self._cluster.crash_outputs,
+                hide=self._spec.hide,
+            )
             logger.warning("what failed and what all processes were doing: %s", place)
         except Exception as failure:  # noqa: BLE001 - a report that cannot be written must not hide the failure
             logger.warning("no report could be written: %r", failure)
 
-    def _write_report(self, error: Exception) -> Path:
-        directory = self._spec.directory
-        return write_report(
-            directory.faults,
-            error,
-            waits=WAITS.lines(),
-            processes=[psutil.Process(), *processes_of(self._cluster.run_id)],
-            log=directory.log,
-            outputs=self._cluster.crash_outputs,
-            hide=self._spec.hide,
-        )
-
     def _on_stall(self, quiet_s: float) -> None:
         """Ends the run. Called in the watchdog's thread: the event loop may be the part that hangs."""
-        error = Stalled(
-            explain(
-                "progress of the run",
-                f"none for {quiet_s:.0f} s",
-                f"read the stacks below {self._spec.directory.faults}; raise recovery.stall_timeout_s if it was slow",
-            )
-        )
+        do = f"read the stacks below {self._spec.directory.faults}; raise recovery.stall_timeout_s if it was slow"
+        error = Stalled(explain("progress of the run", f"none for {quiet_s:.0f} s", do))
         logger.error("%s", error)
-        try:
-            self._write_report(error)
-        except Exception as failure:  # noqa: BLE001 - evidence that cannot be written does not keep the run from ending
-            logger.warning("no report could be written: %r", failure)
+        self._report(error)
         self._loop.call_soon_threadsafe(self._stall, error)
         if not self._ended.wait(STALL_GRACE_S):
             logger.critical("the run did not end by itself; the janitor ends its processes")
@@ -384,8 +356,15 @@ class _Run:
             self._stalled.set_exception(error)
 
 
-def _step_of(checkpoint: Path | None) -> int:
-    return read_state(checkpoint).global_steps if checkpoint is not None else 0
+async def _ended(work: Awaitable[T], other: asyncio.Future[Any]) -> asyncio.Future[T]:
+    """The task of `work`, which has ended, or was cancelled since `other` came first."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait([task, other], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            await cancel(task)
+    return task
 
 
 # Detects a run without progress, even if the event loop hangs: it runs in its own thread.

@@ -19,6 +19,7 @@ from typing import Any
 
 from asyncrl.driver.fleet.fleet_size import FleetSize
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, explain
+from asyncrl.json_records import from_plain
 from asyncrl.types import FleetReport
 
 logger = logging.getLogger(__name__)
@@ -42,14 +43,10 @@ class ScaleRequest:
         """Raises ConfigError if the file is not a request."""
         try:
             with path.open("rb") as file:
-                value = json.loads(file.read(MAX_BYTES))
-            replicas, until_s = value["replicas"], value["until_s"]
-            if type(replicas) not in (int, type(None)) or type(until_s) not in (int, float):
-                raise ValueError("replicas is a number or null, until_s a number")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                return from_plain(cls, json.loads(file.read(MAX_BYTES)))
+        except (OSError, ValueError, RecursionError) as error:
             found, do = f"{type(error).__name__}: {error}", "use asyncrl-scale"
             raise ConfigError(explain(f"the request {path.name}", found, do)) from error
-        return cls(replicas, until_s)
 
 
 class ScaleDesk:
@@ -124,9 +121,8 @@ def ask(directory: Path, replicas: int | None, timeout_s: float) -> FleetReport:
             if time.monotonic() > deadline:
                 found = f"the run has not answered within {timeout_s:g} s"
                 do = "see its log.txt: it may be starting, or restarting its training side; then ask again"
-                raise DeadlineExceeded(
-                    explain("a look at the fleet" if replicas is None else asked(replicas), found, do)
-                )
+                what = "a look at the fleet" if replicas is None else asked(replicas)
+                raise DeadlineExceeded(explain(what, found, do))
             time.sleep(0.05)
         answer = json.loads(answered.read_text(encoding="utf-8"))
     finally:

@@ -102,22 +102,14 @@ class StepClock:
     def mark(self, stats: Sequence[ReplicaStats]) -> tuple[float, float, int]:
         """Ends an interval: wall seconds, busy seconds of all replicas and tokens they sampled since the last mark."""
         now = time.monotonic()
-        totals = {
-            (s.replica_id, s.pid): (
-                s.health.busy_s,
-                s.health.generated_tokens,
-                s.external_tokens,
-                s.health.preemptions or 0,
-                s.health.decode_steps or 0,
-            )
-            for s in stats
-        }
+        totals = {}
+        for s in stats:
+            health, preemptions = s.health, s.health.preemptions or 0
+            counts = health.generated_tokens, s.external_tokens, preemptions, health.decode_steps or 0
+            totals[s.replica_id, s.pid] = (health.busy_s, *counts)
         # A replica process seen for the first time counts from 0.
-        gained = [
-            [now_is - was for now_is, was in zip(total, self._counted.get(key, (0.0, 0, 0, 0, 0)), strict=True)]
-            for key, total in totals.items()
-        ]
-        busy_s, *counts = (sum(column) for column in zip(*gained, strict=True)) if gained else (0.0, 0, 0, 0, 0)
+        gained = [np.subtract(total, self._counted.get(key, 0)) for key, total in totals.items()]
+        busy_s, *counts = sum(gained, np.zeros(5)).tolist()
         tokens, self.external_tokens, preemptions, self.decode_steps = map(int, counts)
         self.tokens, self._counted = tokens, totals
         self.preemptions = preemptions if any(s.health.preemptions is not None for s in stats) else None
@@ -291,11 +283,13 @@ class TimeAccount:
     @contextmanager
     def during(self, cause: str) -> Iterator[None]:
         """Books the block to `cause`, except for nested blocks."""
-        before = self._switch(cause)
+        self._settle()
+        before, self._cause = self._cause, cause
         try:
             yield
         finally:
-            self._switch(before)
+            self._settle()
+            self._cause = before
 
     def move(self, seconds: float, source: str, target: str) -> None:
         """Rebooks seconds from `source` to `target`, at most as many as `source` has."""
@@ -309,11 +303,6 @@ class TimeAccount:
         self._settle()
         taken, self._seconds = self._seconds, {}
         return taken
-
-    def _switch(self, cause: str) -> str:
-        self._settle()
-        before, self._cause = self._cause, cause
-        return before
 
     def _settle(self) -> None:
         now = self._clock()

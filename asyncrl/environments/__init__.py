@@ -80,15 +80,12 @@ def prompt_tools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ToolProm
     """The tools that every prompt of the recipe describes; None without tools. Blocks on requests to MCP servers.
     Raises ConfigError."""
     if recipe.rollout.environment == "interleaved_tool_use":
-        from asyncrl.environments.interleaved_tool_use import interleaved_prompt
-
-        return interleaved_prompt(recipe, tokenizer)
+        return _named("interleaved_tool_use:interleaved_prompt")(recipe, tokenizer)
     if recipe.rollout.environment != "tool_use":
         return None
     from asyncrl.data.tool_calls import template_text
-    from asyncrl.environments.tool_use import tool_prompt
 
-    return tool_prompt(recipe.rollout.tool_use, template_text(tokenizer))
+    return _named("tool_use:tool_prompt")(recipe.rollout.tool_use, template_text(tokenizer))
 
 
 _HOMES = {"Chat": "asyncrl.data.chat"} | dict.fromkeys(

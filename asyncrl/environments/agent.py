@@ -73,11 +73,9 @@ class AgentEndpoint:
         from asyncrl.chat.connection_limits import ConnectionLimits, connections_that_fit
         from asyncrl.environments.agent_server import AgentServer
 
-        connections = connections_that_fit(MAX_CONNECTIONS)
-        self._server = AgentServer(
-            self._config,
-            ConnectionLimits(max_connections=connections, response_timeout_s=self._trajectory_timeout_s),
-        )
+        connections, timeout_s = connections_that_fit(MAX_CONNECTIONS), self._trajectory_timeout_s
+        limits = ConnectionLimits(max_connections=connections, response_timeout_s=timeout_s)
+        self._server = AgentServer(self._config, limits)
         await self._server.start()
 
     async def close(self) -> None:
@@ -117,7 +115,7 @@ class AgentEndpoint:
         recorded.close()
         if recorded.failure is not None:
             raise recorded.failure
-        if recorded.last is None:
+        if not recorded.nodes:
             raise ValueError(f"the agent {name} made no request that was answered")
         return recorded, returned
 

@@ -131,9 +131,8 @@ class AgentProgram:
 
     def _failed(self, found: str) -> ProcessDied:
         asked = f"rollout.agent.command={list(self._command)}"
-        return ProcessDied(explain(asked, found, "run it by hand; docs/environments.md says what it gets")).of(
-            Process("agent")
-        )
+        do = "run it by hand; docs/environments.md says what it gets"
+        return ProcessDied(explain(asked, found, do)).of(Process("agent"))
 
 
 def _task_json(task: Task) -> bytes:

@@ -54,13 +54,10 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True)
 class AgentReply:
-    """`message`: the assistant's, as the agent should send it back. `finish_reason`: as OpenAI's."""
+    """`message`: the assistant's, as the agent should send it back."""
 
     message: dict[str, Any]
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    version: int
+    end: End
 
 
 _Flag = Annotated[bool, BeforeValidator(bool)]
@@ -135,12 +132,12 @@ def whole(reply: AgentReply, model: str) -> dict[str, Any]:
             {
                 "index": 0,
                 "message": {**_wire(reply.message), "refusal": None},
-                "finish_reason": reply.finish_reason,
+                "finish_reason": reply.end.reason,
                 "logprobs": None,
             }
         ],
-        "usage": usage(reply.prompt_tokens, reply.completion_tokens),
-        "weight_version": reply.version,
+        "usage": usage(reply.end.prompt_tokens, reply.end.completion_tokens),
+        "weight_version": reply.end.version,
     }
 
 
@@ -151,30 +148,22 @@ def streamed(reply: AgentReply, model: str, *, include_usage: bool) -> Iterator[
     message = _wire(reply.message)
     for index, call in enumerate(message.get("tool_calls", ())):
         call["index"] = index
-    for delta, reason in ((message, None), ({}, reply.finish_reason)):
+    for delta, reason in ((message, None), ({}, reply.end.reason)):
         yield frame({**start, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
     if include_usage:
-        yield frame({**start, "choices": [], "usage": usage(reply.prompt_tokens, reply.completion_tokens)})
+        used = usage(reply.end.prompt_tokens, reply.end.completion_tokens)
+        yield frame({**start, "choices": [], "usage": used})
     yield DONE
 
 
-@dataclass(frozen=True, slots=True)
-class InDialect:
-    """An answer as one body, and as stream frames."""
-
-    whole: dict[str, Any]
-    frames: tuple[str, ...]
-
-
-def in_dialect(reply: AgentReply, writer: Reply) -> InDialect:
-    """The answer in the dialect of `writer`."""
+def in_dialect(reply: AgentReply, writer: Reply) -> tuple[dict[str, Any], list[str]]:
+    """The answer in the dialect of `writer`, as one body and as stream frames."""
     parts: list[str | MadeCall] = [reply.message["content"]] if reply.message["content"] else []
     for call in reply.message.get("tool_calls", ()):
         function = call["function"]
         parts.append(made_call(ToolCall(function["name"], function["arguments"]), call["id"]))
-    end = End(reply.finish_reason, reply.prompt_tokens, reply.completion_tokens, reply.version)
-    events = [*writer.begin(reply.prompt_tokens), *written_parts(writer, parts), *writer.end(end)]
-    return InDialect(writer.whole(), tuple(frame(data, name) for name, data in events))
+    events = [*writer.begin(reply.end.prompt_tokens), *written_parts(writer, parts), *writer.end(reply.end)]
+    return writer.whole(), [frame(data, name) for name, data in events]
 
 
 def _wire(message: Mapping[str, Any]) -> dict[str, Any]:

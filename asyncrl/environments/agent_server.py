@@ -3,7 +3,6 @@ also limits its requests."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import socket
@@ -14,33 +13,23 @@ from functools import partial
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from asyncrl.chat import http
 from asyncrl.chat.connection_limits import ConnectionLimiter, ConnectionLimits
 from asyncrl.chat.dialects import DIALECTS
 from asyncrl.chat.fields import ApiError
-from asyncrl.chat.http import (
-    ClientLeft,
-    EventStream,
-    error_response,
-    key_of,
-    read_json,
-    require_local_host,
-    unless_client_leaves,
-)
 from asyncrl.chat.reply import Dialect
 from asyncrl.chat.server import Server, address_of, bind, is_local
 from asyncrl.config.environments import AgentConfig
 from asyncrl.environments.agent_requests import in_dialect, parse_request, streamed, whole
 from asyncrl.environments.agent_session import AgentSession
-from asyncrl.errors import ProcessDied, explain
-from asyncrl.remote.waits import deadline
+from asyncrl.remote.tasks import end
 
 logger = logging.getLogger(__name__)
 
 MODEL = "policy"
 KEY_HEADER = "x-trajectory-key"
 """Carries the trajectory's key, for clients whose own key is the same for all trajectories. Takes precedence."""
-_START_S, _STOP_S = 30.0, 3.0
-_CLIENT_LEFT = 499
+_STOP_S = 3.0
 
 
 class AgentServer:
@@ -58,7 +47,6 @@ class AgentServer:
         self.limiter = ConnectionLimiter(limits)
         self._sessions: dict[str, AgentSession] = {}
         self._server: Server | None = None
-        self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns once the server listens. Raises ConfigError: the address is taken or not of this machine;
@@ -70,23 +58,14 @@ class AgentServer:
         if config.advertise:
             port = str(listener.getsockname()[1])
             self.url = config.advertise.replace("{host}", socket.gethostname()).replace("{port}", port)
-        server = self._server = Server(self._app(), self.limiter, grace_s=1)
-        self._serving = asyncio.create_task(server.serve(sockets=[listener]), name="agent endpoint")
-        async with deadline(_START_S, "serve agents", found="it does not listen", do="see the log"):
-            while not server.started:
-                if self._serving.done():
-                    found = repr(self._serving.exception())
-                    raise ProcessDied(explain("serve agents", found, "see the log"))
-                await asyncio.sleep(0.005)
+        self._server = Server(self._app(), self.limiter, grace_s=1)
+        await self._server.listen(listener, "serve agents")
 
     async def close(self) -> None:
         """Ends the server and its unfinished answers. Idempotent."""
-        if self._server is None or self._serving is None:
-            return
-        self._server.should_exit = True
-        await asyncio.wait([self._serving], timeout=_STOP_S)
-        self._serving.cancel()
-        await asyncio.gather(self._serving, return_exceptions=True)
+        if self._server is not None:
+            self._server.should_exit = True
+            await end(self._server.serving, patience_s=_STOP_S)
 
     @contextmanager
     def open(self, session: AgentSession) -> Iterator[str]:
@@ -111,20 +90,19 @@ class AgentServer:
         session: AgentSession | None = None
         try:
             session = self._session(request)
-            body = await read_json(request)
+            body = await http.read_json(request)
             asked = parse_request(body if dialect is None else dialect.to_chat(body))
-            reply = await unless_client_leaves(request.receive, session.answer(asked))
+            reply = await http.unless_client_leaves(request.receive, session.answer(asked))
             assert isinstance(body, dict), "parse_request has checked it"
-            made = None if dialect is None else in_dialect(reply, dialect.reply(MODEL, body))
-            if not asked.stream:
-                return JSONResponse(whole(reply, MODEL) if made is None else made.whole)
-            pieces = streamed(reply, MODEL, include_usage=asked.include_usage) if made is None else made.frames
-            events = _events(pieces)
-            return EventStream(events, events, {})
+            answer, frames = whole(reply, MODEL), streamed(reply, MODEL, include_usage=asked.include_usage)
+            if dialect is not None:
+                answer, frames = in_dialect(reply, dialect.reply(MODEL, body))
+            events = _events(frames)
+            return http.EventStream(events, events, {}) if asked.stream else JSONResponse(answer)
         except ApiError as error:
             return _refused(error, dialect)
-        except ClientLeft:
-            return Response(status_code=_CLIENT_LEFT)
+        except http.ClientLeft:
+            return Response(status_code=http.STATUS_CLIENT_LEFT)
         except Exception as error:  # task boundary: the agent gets an error answer, and its trajectory fails
             logger.exception("a request of an agent failed")
             if session is not None:
@@ -141,8 +119,8 @@ class AgentServer:
 
     def _session(self, request: Request) -> AgentSession:
         if self._for_this_machine:
-            require_local_host(request)
-        key = request.headers.get(KEY_HEADER) or key_of(request)
+            http.require_local_host(request)
+        key = request.headers.get(KEY_HEADER) or http.key_of(request)
         found = self._sessions.get(key)  # keys are random and live as long as their trajectory
         if found is None:
             raise ApiError(401, "the API key belongs to no trajectory that is running", code="invalid_api_key")
@@ -156,6 +134,6 @@ async def _events(frames: Iterable[str]) -> AsyncGenerator[str, None]:
 
 def _refused(error: ApiError, dialect: Dialect | None = None) -> Response:
     named = error if dialect is None else dialect.renamed(error)
-    response = error_response(named, None if dialect is None else dialect.error(named))
+    response = http.error_response(named, None if dialect is None else dialect.error(named))
     response.headers["x-should-retry"] = "false"  # OpenAI's clients would retry, and each request counts as a turn
     return response

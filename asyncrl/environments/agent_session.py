@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.chat.fields import ApiError
 from asyncrl.chat.messages import with_names
+from asyncrl.chat.reply import End
 from asyncrl.data.tool_calls import PARSERS, CallParser, ToolPrompt, text_before_calls, tools_for
 from asyncrl.environments.agent_requests import AgentReply, AgentRequest, reply_message
 from asyncrl.environments.conversation import Conversation
@@ -39,8 +40,10 @@ class TurnLimit:
     key: str
 
 
+@dataclass(eq=False)
 class AgentSession:
-    """Answers the requests of one agent and records them as a tree.
+    """Answers the requests of one agent and records them as a tree. `all_branches`: the trajectory includes the other
+    branches.
 
     A request whose messages begin with an earlier request and its reply continues from the token ids of that reply (the
     longest such). Its further messages are text of the environment. Any other request starts a new branch, possibly
@@ -50,42 +53,28 @@ class AgentSession:
     Requests are answered one at a time, in order of arrival.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        limits: TrajectoryLimits,
-        max_turns: TurnLimit,
-        parser: CallParser,
-        *,
-        all_branches: bool = False,
-    ) -> None:
-        """`all_branches`: the trajectory includes the other branches."""
-        self._session = session
-        self._all_branches = all_branches
-        self._limits = limits
-        self._max_turns = max_turns
-        self._parser: CallParser = parser
-        self._nodes: list[_Node] = []
-        self._order = asyncio.Lock()
-        self._closed = False
-        self.num_requests = 0
-        self.cut = False
-        """A request was refused because of a limit of turns or of length."""
-        self.failure: Exception | None = None
-        """The error of generation, if any. It fails the trajectory even if the agent handles the error answer."""
-
-    @property
-    def last(self) -> _Node | None:
-        return self._nodes[-1] if self._nodes else None
+    session: Session
+    limits: TrajectoryLimits
+    max_turns: TurnLimit
+    parser: CallParser
+    all_branches: bool = False
+    nodes: list[_Node] = field(default_factory=list, init=False)
+    order: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    closed: bool = field(default=False, init=False)
+    num_requests: int = field(default=0, init=False)
+    cut: bool = field(default=False, init=False)
+    """A request was refused because of a limit of turns or of length."""
+    failure: Exception | None = field(default=None, init=False)
+    """The error of generation, if any. It fails the trajectory even if the agent handles the error answer."""
 
     def close(self) -> None:
         """The agent has returned: its unfinished requests get errors, and are not in the trajectory."""
-        self._closed = True
+        self.closed = True
 
     def last_text(self) -> str:
         """The last reply's text, as rewards read responses."""
-        assert self._nodes, "no request was answered"
-        return self._session.decode(self._nodes[-1].last.token_ids)
+        assert self.nodes, "no request was answered"
+        return self.session.decode(self.nodes[-1].last.token_ids)
 
     def trajectory(self, result: RewardResult) -> Trajectory:
         """The branch of the last request. Its parts count requests and branches.
@@ -93,19 +82,19 @@ class AgentSession:
         With `all_branches` each further branch has only the replies that no earlier branch has, and the prompt of the
         first of these replies.
         """
-        assert self._nodes, "no request was answered"
+        assert self.nodes, "no request was answered"
         branches = self._branches()
         parts = ("agent_requests", float(self.num_requests)), ("agent_branches", float(len(branches)))
-        trajectory = self._nodes[-1].conversation.trajectory(result, parts=parts, cut=self.cut)
-        if not self._all_branches:
+        trajectory = self.nodes[-1].conversation.trajectory(result, parts=parts, cut=self.cut)
+        if not self.all_branches:
             return trajectory
         return replace(trajectory, branches=tuple(map(_recorded, branches[1:])))
 
     def _branches(self) -> list[list[_Node]]:
         """The replies of each branch without the replies of earlier branches: first the branch of the last request,
         then the others in order of their ends. Every reply is in exactly one branch."""
-        inner = {id(node.parent) for node in self._nodes}
-        leaves = [node for node in self._nodes if id(node) not in inner]
+        inner = {id(node.parent) for node in self.nodes}
+        leaves = [node for node in self.nodes if id(node) not in inner]
         found, taken = [], set[int]()
         for leaf in (leaves[-1], *leaves[:-1]):
             own, node = [], leaf
@@ -118,16 +107,16 @@ class AgentSession:
 
     async def answer(self, request: AgentRequest) -> AgentReply:
         """Raises ApiError: a limit is reached, or the model's chat format cannot express the messages."""
-        async with self._order:
-            if self.num_requests >= self._max_turns.requests:
+        async with self.order:
+            if self.num_requests >= self.max_turns.requests:
                 self.cut = True
-                found = f"{self.num_requests} requests were made, {self._max_turns.key}={self._max_turns.requests}"
+                found = f"{self.num_requests} requests were made, {self.max_turns.key}={self.max_turns.requests}"
                 raise ApiError(400, f"{found}; end here", code="max_turns")
             self.num_requests += 1
             # Find the place in the tree, and check its room before anything is sampled.
             parent = self._continued(request)
             conversation, prompt_tokens = self._placed(request, parent)
-            room = self._limits.room(prompt_tokens, conversation.num_response_tokens)
+            room = self.limits.room(prompt_tokens, conversation.num_response_tokens)
             if room < 1:
                 self.cut = True
                 found = f"the conversation has {len(conversation.token_ids)} tokens and leaves no room for an answer"
@@ -135,28 +124,28 @@ class AgentSession:
             asked = conversation.token_ids
             limit = room if request.max_tokens is None else min(room, request.max_tokens)
             try:
-                made = await self._session.generate(asked, limit)
+                made = await self.session.generate(asked, limit)
             except GenerationError as error:
                 self.failure = error
                 raise ApiError(500, f"the generation failed: {error}", code="generation_failed") from error
             # The agent may have returned during the generation: a reply that nobody reads must not be trained.
-            if self._closed:
+            if self.closed:
                 raise ApiError(409, "the agent of this conversation has returned")
             conversation.add_response(made)
-            chat = self._session.chat
+            chat = self.session.chat
             text = chat.decode_turn(made.token_ids)
-            calls = PARSERS[self._parser](text, request.signatures) if request.tools else []
-            before = chat.decode_text(chat.encode(text_before_calls(text, self._parser, request.signatures)))
+            calls = PARSERS[self.parser](text, request.signatures) if request.tools else []
+            before = chat.decode_text(chat.encode(text_before_calls(text, self.parser, request.signatures)))
             message = reply_message(chat.decode_text(made.token_ids), before, calls, self.num_requests)
             messages = *request.messages, message
-            self._nodes.append(_Node(messages, request.tools, conversation, made, prompt_tokens, parent))
+            self.nodes.append(_Node(messages, request.tools, conversation, made, prompt_tokens, parent))
             reason = "tool_calls" if "tool_calls" in message else made.finish_reason
-            return AgentReply(message, reason, len(asked), len(made.token_ids), made.segments[-1].version)
+            return AgentReply(message, End(reason, len(asked), len(made.token_ids), made.segments[-1].version))
 
     def _placed(self, request: AgentRequest, node: _Node | None) -> tuple[Conversation, int]:
         """The conversation up to the start of the reply, and the number of its prompt tokens. `node`: continued by the
         request. Raises ApiError."""
-        chat = self._session.chat
+        chat = self.session.chat
         try:
             if node is None:
                 prompt_ids = chat.prompt(with_names(request.messages), self._tools(request))
@@ -171,7 +160,7 @@ class AgentSession:
     def _continued(self, request: AgentRequest) -> _Node | None:
         """The longest node that the request continues; the latest of equally long ones."""
         found = None
-        for node in self._nodes:
+        for node in self.nodes:
             size = len(node.messages)
             if size < len(request.messages) and (found is None or size >= len(found.messages)):
                 same = all(_same(a, b) for a, b in zip(node.messages, request.messages, strict=False))
@@ -180,7 +169,7 @@ class AgentSession:
         return found
 
     def _tools(self, request: AgentRequest) -> ToolPrompt | None:
-        return tools_for(request.tools, self._parser, self._session.chat.template) if request.tools else None
+        return tools_for(request.tools, self.parser, self.session.chat.template) if request.tools else None
 
 
 def _recorded(replies: Sequence[_Node]) -> Trajectory:

@@ -9,11 +9,11 @@ import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from asyncrl.config.checks import require
 from asyncrl.errors import ConfigError, explain
 
 
@@ -59,19 +59,10 @@ versions."""
 def require_package_of(module: str) -> None:
     """Raises ConfigError: the package is not installed, or its version does not fit."""
     asked, extra, versions = PACKAGES[module]
-    require(
-        importlib.util.find_spec(module) is not None,
-        asked=asked,
-        found=f"the package {module} is not installed",
-        do=f"pip install 'asyncrl[{extra}]'",
-    )
-    try:
+    found = None if importlib.util.find_spec(module) else f"the package {module} is not installed"
+    with suppress(importlib.metadata.PackageNotFoundError):  # imported from source: the version is unknown
         installed = importlib.metadata.version(module)
-    except importlib.metadata.PackageNotFoundError:
-        return  # imported from source: the version is unknown
-    require(
-        SpecifierSet(versions).contains(installed, prereleases=True),
-        asked=asked,
-        found=f"{module} {installed}, needed {versions}",
-        do=f"pip install 'asyncrl[{extra}]'",
-    )
+        if not SpecifierSet(versions).contains(installed, prereleases=True):
+            found = found or f"{module} {installed}, needed {versions}"
+    if found:
+        raise ConfigError(explain(asked, found, f"pip install 'asyncrl[{extra}]'"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +12,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import response_limit
 from asyncrl.data.chat import Chat
 from asyncrl.data.rows import PromptRow
+from asyncrl.environments.conversation import Conversation
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Trajectory
 
@@ -104,19 +104,7 @@ def limits_of(recipe: Recipe) -> TrajectoryLimits:
 
 class SingleTurn:
     async def run(self, task: Task, session: Session) -> Trajectory:
-        started_s = time.time()
+        conversation = Conversation(task.prompt_ids)
         generation = await session.generate(task.prompt_ids)
-        result = await session.reward(generation.token_ids, task.row)
-        return Trajectory(
-            prompt_ids=task.prompt_ids,
-            response_ids=generation.token_ids,
-            logprobs=generation.logprobs,
-            loss_mask=np.ones(len(generation.token_ids), np.bool_),
-            segments=generation.segments,
-            reward=result.reward,
-            reward_parts=result.parts,
-            finish_reason=generation.finish_reason,
-            started_s=started_s,
-            finished_s=time.time(),
-            extra=generation.extra,
-        )
+        conversation.add_response(generation)
+        return conversation.trajectory(await session.reward(generation.token_ids, task.row))

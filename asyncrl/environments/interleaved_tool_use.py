@@ -64,14 +64,7 @@ class InterleavedToolUse:
         self._max_result_tokens = recipe.rollout.tool_use.max_result_tokens
         self._limits: TrajectoryLimits = limits_of(recipe)
         self._tools = Toolbox(recipe)
-
-    async def start(self) -> None:
-        """Raises as `Toolbox.start`."""
-        await self._tools.start()
-
-    async def close(self) -> None:
-        """Idempotent."""
-        await self._tools.close()
+        self.start, self.close = self._tools.start, self._tools.close
 
     async def run(self, task: Task, session: Session) -> Trajectory:
         written = _Written(Conversation(task.prompt_ids))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-
 from asyncrl.config.environments import ToolUseConfig
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.chat import Chat, Message
@@ -14,6 +11,7 @@ from asyncrl.environments.environment import Session, Task, TrajectoryLimits, li
 from asyncrl.environments.observation import for_policy, speakable
 from asyncrl.environments.toolbox import Toolbox, tool_schemas
 from asyncrl.environments.tools.tool import ToolResult
+from asyncrl.remote.tasks import concurrently
 from asyncrl.types import Trajectory
 
 
@@ -34,14 +32,7 @@ class ToolUse:
         self._limits: TrajectoryLimits = limits_of(recipe)
         self._parse = PARSERS[parser_for(config.parser, chat.template)]
         self._tools = Toolbox(recipe)
-
-    async def start(self) -> None:
-        """Raises as `Toolbox.start`."""
-        await self._tools.start()
-
-    async def close(self) -> None:
-        """Idempotent."""
-        await self._tools.close()
+        self.start, self.close = self._tools.start, self._tools.close
 
     async def run(self, task: Task, session: Session) -> Trajectory:
         conversation = Conversation(task.prompt_ids)
@@ -57,7 +48,7 @@ class ToolUse:
             cut = conversation.num_turns == self._config.max_turns
             if cut:
                 break
-            results = await self._run(calls)
+            results = await concurrently(self._tools.call(call) for call in calls)
             num_calls += len(results)
             num_errors += sum(result.failed for result in results)
             messages = [self._message(session.chat, c, r) for c, r in zip(calls, results, strict=True)]
@@ -69,15 +60,6 @@ class ToolUse:
         result = await session.reward(made.token_ids, task.row)
         parts = ("tool_calls", float(num_calls)), ("tool_errors", float(num_errors))
         return conversation.trajectory(result, parts=parts, cut=cut)
-
-    async def _run(self, calls: Sequence[Call]) -> list[ToolResult]:
-        """Runs the calls concurrently, limited by the number of processes; results in the order of calls."""
-        tasks = [asyncio.create_task(self._tools.call(call)) for call in calls]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
 
     def _message(self, chat: Chat, call: Call, result: ToolResult) -> Message:
         text = for_policy(chat, result.text, self._config.max_result_tokens)

@@ -21,6 +21,7 @@ from asyncrl.environments.custom import make_custom, require_package_of
 from asyncrl.environments.environment import Session, Task
 from asyncrl.environments.episode import setting_of
 from asyncrl.errors import ConfigError, DataError, GenerationError, ProcessDied, explain
+from asyncrl.remote.tasks import end
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Trajectory
 
@@ -79,10 +80,7 @@ class VerifiersEnvironment:
 
     async def close(self) -> None:
         self._stop.set()
-        if self._serving is not None:
-            await asyncio.wait([self._serving], timeout=_CLOSE_S)
-            self._serving.cancel()
-            await asyncio.gather(self._serving, return_exceptions=True)
+        await end(self._serving, patience_s=_CLOSE_S)
         await self._endpoint.close()
 
     async def run(self, task: Task, session: Session) -> Trajectory:

@@ -12,9 +12,11 @@ from asyncrl.config.checks import require
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.inference.engine import InferenceEngine
-from asyncrl.types import ROUTED, ModelFacts
+from asyncrl.types import ModelFacts
 
-_TORCH_LAYERS = {"full_attention", "sliding_attention"}
+_TORCH_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "mamba", "conv", "mlp", "moe"}
+_OWN_CACHE = ("minimax",)
+"""Model types whose recurrent layers keep their state elsewhere than in transformers' cache layers."""
 SCRATCH = "{scratch}"
 """Placeholder in `EngineSpec.local_environment` for the run's directory of sockets and temporary files."""
 
@@ -66,8 +68,9 @@ class EngineSpec:
 
 
 def unsupported_by_torch(facts: ModelFacts, context_tokens: int) -> list[str]:
-    """Keys and values are the only state of the slot loop."""
+    """Its slots hold keys, values, and the states of transformers' recurrent cache layers."""
     problems = [f"layers of kind {kind}" for kind in sorted(facts.layer_kinds - _TORCH_LAYERS)]
+    problems += ["a cache of its own"] * (facts.model_type in _OWN_CACHE)
     return problems + _encoder(facts, context_tokens)
 
 
@@ -191,12 +194,12 @@ def require_recording(engine: str, array: str, asked: str, *, on_cpu: bool) -> N
 
 
 def require_routers(facts: ModelFacts) -> None:
-    """Raises ConfigError: the model has no known routers to record."""
+    """Raises ConfigError: the model has no experts to record."""
     require(
-        facts.model_type is None or facts.model_type in ROUTED,
+        facts.model_type is None or facts.num_experts > 0,
         asked=f"trainer.router_replay=rollout with {facts.name}",
-        found="it has no routers that are known here",
-        do=f"set trainer.router_replay=off, or train a mixture of experts ({', '.join(ROUTED)})",
+        found="it has no experts",
+        do="set trainer.router_replay=off, or train a mixture of experts",
     )
 
 

@@ -1,4 +1,4 @@
-"""Matrix products by oneDNN, on processors where it is faster than torch's default.
+"""Inside a Hugging Face model: matrix products by oneDNN, where it is faster than torch's default, and routers.
 
 Runs in: trainer ranks, replicas.
 """

@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from dataclasses import asdict, fields
-from functools import cache
 from pathlib import Path
 
 from asyncrl.config.hidden import Hidden
@@ -17,11 +16,6 @@ from asyncrl.types.events import Event
 
 CHAIN_BYTES = 16
 READ_BYTES = 1 << 20
-
-
-@cache
-def _names(kind: type[Event]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
 
 
 def new_writer() -> str:
@@ -65,7 +59,7 @@ class EventLog:
             self._catch_up()
             seal = {"writer": self._writer, "at": self._at}
             now = {"time_s": time.time(), "monotonic_s": time.monotonic()}
-            own = {name: getattr(event, name) for name in _names(type(event))}  # `asdict` copies every value
+            own = {field.name: getattr(event, field.name) for field in fields(event)}  # `asdict` copies every value
             record = {"event": event.kind, **now, **own, **seal}
             body = self._hide(write_json(record, default=asdict))[:-1].encode()
             chain = self._before.copy()

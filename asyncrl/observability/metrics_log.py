@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.errors import unwritable
-from asyncrl.json_records import append_line, write_json
+from asyncrl.json_records import append_line, replace_text, write_json
 from asyncrl.observability.sinks.sink_thread import SinkFeed
 from asyncrl.types.metrics import FAMILIES, REQUIRED, Metric, Record
 
@@ -44,14 +43,7 @@ class MetricsLog:
         if not self._path.exists():
             return
         kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
-        # Replaced atomically: a crash must not lose the lines of earlier steps.
-        temporary = self._path.with_suffix(".tmp")
-        try:
-            temporary.write_text("".join(line + "\n" for line in kept))
-            temporary.replace(self._path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise unwritable(self._path, error) from error
+        replace_text(self._path, "".join(line + "\n" for line in kept))
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -58,11 +59,9 @@ def read(pid: int, timeout_s: float = 1.0) -> str:
 
 def _memory(pid: int) -> Path | None:
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
+        with suppress(OSError):  # it was just closed
             if _NAME in os.readlink(link):
                 return link
-        except OSError:
-            continue  # it was just closed
     return None
 
 

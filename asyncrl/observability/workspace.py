@@ -17,27 +17,17 @@ def workspace(entity: str, project: str) -> Any:
     import wandb_workspaces.workspaces as workspaces
 
     sections = [
-        workspaces.Section(name=section.title, panels=[_panel(chart) for chart in section.charts], is_open=True)
-        for section in SECTIONS
+        workspaces.Section(name=title, panels=[_panel(chart) for chart in charts], is_open=True)
+        for title, charts in SECTIONS.items()
     ]
     histogram = panels.LinePlot(title="Lag of tokens, histogram", x=str(Metric.STEP), y=["staleness/lag_histogram"])
     sections[1].panels.append(histogram)
     # Tables and custom charts come from `WandbCharts`.
-    sections.append(
-        workspaces.Section(
-            name="Trajectories",
-            panels=[
-                panels.WeavePanelSummaryTable(table_name="samples/trajectories"),
-                *(
-                    panels.CustomChart.from_table(
-                        f"charts/{name}_table", chart_fields={"label": "lag", "value": value}, chart_strings={}
-                    )
-                    for name, value in (("tokens_by_lag", "tokens"), ("ratio_by_lag", "mean"), ("kl_by_lag", "mean"))
-                ),
-            ],
-            is_open=True,
-        )
-    )
+    own: list[Any] = [panels.WeavePanelSummaryTable(table_name="samples/trajectories")]
+    for name, value in (("tokens_by_lag", "tokens"), ("ratio_by_lag", "mean"), ("kl_by_lag", "mean")):
+        of_chart = {"label": "lag", "value": value}
+        own.append(panels.CustomChart.from_table(f"charts/{name}_table", chart_fields=of_chart, chart_strings={}))
+    sections.append(workspaces.Section(name="Trajectories", panels=own, is_open=True))
     return workspaces.Workspace(
         entity=entity,
         project=project,

@@ -331,7 +331,8 @@ def uncontended(costs: CostModel, late: Sequence[Line], scenario: Scenario) -> C
             steps = _late_steps(scenario, costs)
             waited_s = fmean(step.waited_s for step in steps[1:])
             rest_s = (steps[-1].ended - steps[0].ended) / (len(steps) - 1) - waited_s
-            costs = _later(costs, rest_s * waited / max(1e-9, 1.0 - waited) - waited_s)
+            later_s = costs.generation.latency_s + rest_s * waited / max(1e-9, 1.0 - waited) - waited_s
+            costs = replace(costs, generation=replace(costs.generation, latency_s=max(0.0, later_s)))
     return costs
 
 
@@ -339,11 +340,6 @@ def _late_steps(scenario: Scenario, costs: CostModel) -> list[SimulatedStep]:
     """The last step of the warm-up and the steps after it."""
     steps = Simulation(scenario, costs).run(num_steps(scenario))
     return steps[max(1, int(WARM_UP_SHARE * len(steps))) - 1 :]
-
-
-def _later(costs: CostModel, seconds: float) -> CostModel:
-    latency_s = max(0.0, costs.generation.latency_s + seconds)
-    return replace(costs, generation=replace(costs.generation, latency_s=latency_s))
 
 
 def _scaled(costs: CostModel, training: float, decoding: float) -> CostModel:

@@ -149,8 +149,8 @@ class Simulation:
         self._wakes_at: float | None = None
         self._draft: dict[str, Any] = {}
         """The step in progress."""
-        self._publishing: dict[str, Any] | None = None
-        """The step whose publish is in progress."""
+        self._publishing: dict[str, Any] = {}
+        """The step whose publish is in progress; empty: none is."""
         self._commits_later = False
         """True if a step is trained and waits for the previous publish."""
         self._waves: Iterator[list[SharedReplica]] = iter(())
@@ -237,7 +237,7 @@ class Simulation:
     def _trained(self) -> None:
         self._training = False
         self._draft["computed"] = self._wall
-        self._commits_later = self._publishing is not None
+        self._commits_later = bool(self._publishing)
         if not self._commits_later:
             self._commit_step()
 
@@ -287,8 +287,7 @@ class Simulation:
         self._after(running_s, self._hold, wave, running_s)
 
     def _published(self) -> None:
-        assert self._publishing is not None, "waves belong to a publish"
-        step, self._publishing = self._publishing, None
+        step, self._publishing = self._publishing, {}
         step["publish_s"] = self._wall - step["published_from"]
         self._ledger.published(self._ledger.step)
         if not self._scenario.overlaps_publish:
@@ -301,7 +300,6 @@ class Simulation:
 
     def _hold(self, wave: list[SharedReplica], running_s: float) -> None:
         """Pauses the replicas of a wave; under `drain` once their requests have ended."""
-        assert self._publishing is not None, "waves belong to a publish"
         self._publishing.setdefault("held", self._wall)
         if self._scenario.interrupt == "drain" and any(replica.running for replica in wave):
             for replica in wave:
@@ -329,7 +327,6 @@ class Simulation:
             self._reschedule(replica)
             if rolls:
                 self._router.put(replica.replica_id, version, held=False)
-        assert self._publishing is not None, "waves belong to a publish"
         held_s = self._wall - self._publishing.pop("held")
         self._publishing["paused_s"] += held_s * len(wave) / len(self._replicas)
         self._next_wave()

@@ -18,16 +18,16 @@ class EndWindow:
 
     def __init__(self, size: int) -> None:
         self._ends: deque[bool] = deque(maxlen=size)
-        self.hits = 0
 
     def add(self, hit: bool) -> None:
-        if self.is_full:
-            self.hits -= self._ends[0]
         self._ends.append(hit)
-        self.hits += hit
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    @property
+    def hits(self) -> int:
+        return sum(self._ends)
 
     @property
     def is_full(self) -> bool:
@@ -44,9 +44,7 @@ class EndWindow:
     def load_text(self, text: Iterable[str]) -> None:
         """Restores the text of `to_text`; a smaller window keeps the newest ends."""
         self._ends.clear()
-        self.hits = 0
-        for character in text:
-            self.add(character == "1")
+        self._ends.extend(character == "1" for character in text)
 
 
 class EndBudgets:
@@ -78,19 +76,12 @@ class EndBudgets:
         """Raises RunFailed: a share is over its limit."""
         failed, filtered = self.failed, self.filtered
         if len(failed) >= MIN_ENDED_FOR_FAILED and failed.share > self._max_failed:
-            raise RunFailed(
-                explain(
-                    f"at most {self._max_failed:.4g} of the groups may fail (rollout.max_failed_fraction)",
-                    f"{failed.hits} of the last {len(failed)} ended groups failed",
-                    f"read the tracebacks of the `failed` events in {self._events_path}",
-                )
-            )
+            asked = f"at most {self._max_failed:.4g} of the groups may fail (rollout.max_failed_fraction)"
+            found = f"{failed.hits} of the last {len(failed)} ended groups failed"
+            do = f"read the tracebacks of the `failed` events in {self._events_path}"
+            raise RunFailed(explain(asked, found, do))
         if self._max_filtered < 1 and filtered.is_full and filtered.share > self._max_filtered:
-            raise RunFailed(
-                explain(
-                    f"at most {self._max_filtered:.4g} of the groups may be filtered (algorithm.max_filtered_fraction)",
-                    f"{filtered.hits} of the last {len(filtered)} ended groups had equal rewards",
-                    "train on data that is neither too easy nor too hard for the policy, check the reward, or set "
-                    "algorithm.dynamic_sampling=false",
-                )
-            )
+            asked = f"at most {self._max_filtered:.4g} of the groups may be filtered (algorithm.max_filtered_fraction)"
+            found = f"{filtered.hits} of the last {len(filtered)} ended groups had equal rewards"
+            do = "train on data that is neither too easy nor too hard for the policy, check the reward, or set "
+            raise RunFailed(explain(asked, found, f"{do}algorithm.dynamic_sampling=false"))

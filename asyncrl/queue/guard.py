@@ -24,7 +24,7 @@ and adding one is the rule of congestion control (Chiu and Jain 1989), with tria
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.config.recipe import Recipe
@@ -37,6 +37,9 @@ HEALTHY = 0.5
 MIN_SHARE = 0.02
 """Lags with a smaller share of a step's tokens are not judged separately: too few tokens."""
 MAX_SEVERITY = 1000.0
+_OF_ALL_LAGS = Metric.EFFECTIVE_SAMPLES, Metric.RATIO_TAILS, Metric.KL_BEHAVIOR
+_OF_A_LAG = Metric.LAG_EFFECTIVE, Metric.LAG_TAILS, Metric.LAG_KL
+_CLIPPED = Metric.LAG_CLIPPED_POSITIVE, Metric.LAG_CLIPPED_NEGATIVE
 LEVELS = ("full", "tightened", "raised", "stopped")
 """The values of `guard/state`."""
 
@@ -115,26 +118,15 @@ class OffPolicyGuard:
     def read(self, record: Mapping[str, float]) -> GuardReading:
         """The reading of a step from the metrics of the training step and `staleness/lag_max`."""
         lag_max = int(record[Metric.LAG_MAX])
-        severity, worst = self._severity(
-            {
-                "effective samples": record[Metric.EFFECTIVE_SAMPLES],
-                "tails": record[Metric.RATIO_TAILS],
-                "KL": record[Metric.KL_BEHAVIOR],
-                "clipped": record[Metric.CLIPPED],
-            }
-        )
+        clipped = record[Metric.CLIPPED]
+        severity, worst = self._severity(record, _OF_ALL_LAGS, clipped)
         # Each bucket of lags is judged separately, if it has enough tokens and its metrics were recorded.
         by_lag = []
         for bucket, last in zip(LAG_BUCKETS, (*LAST_OF_BUCKET, lag_max), strict=True):
             if record.get(Metric.LAG_TOKENS.of(bucket), 0.0) >= MIN_SHARE and Metric.LAG_KL.of(bucket) in record:
-                clipped = Metric.LAG_CLIPPED_POSITIVE.of(bucket), Metric.LAG_CLIPPED_NEGATIVE.of(bucket)
-                found = {
-                    "effective samples": record[Metric.LAG_EFFECTIVE.of(bucket)],
-                    "tails": record[Metric.LAG_TAILS.of(bucket)],
-                    "KL": record[Metric.LAG_KL.of(bucket)],
-                    "clipped": sum(record[name] for name in clipped),
-                }
-                by_lag.append(LagReading(min(last, lag_max), self._severity(found)[0]))
+                clipped = sum(record[family.of(bucket)] for family in _CLIPPED)
+                found, _ = self._severity(record, [family.of(bucket) for family in _OF_A_LAG], clipped)
+                by_lag.append(LagReading(min(last, lag_max), found))
         return GuardReading(severity, worst, lag_max, tuple(by_lag))
 
     def step(self, state: GuardState, reading: GuardReading) -> tuple[GuardState, GuardDecision | None]:
@@ -156,14 +148,15 @@ class OffPolicyGuard:
         """The index in `LEVELS`, of a run that continues."""
         return 2 if state.is_raised else int(state.limit < self.max_lag)
 
-    def _severity(self, found: Mapping[str, float]) -> tuple[float, str]:
-        config = self.config
-        lost, allowed = 1 - found["effective samples"], 1 - config.min_effective_samples
+    def _severity(self, record: Mapping[str, float], names: Sequence[str], clipped: float) -> tuple[float, str]:
+        """`names`: of effective samples, tails and KL in `record`."""
+        config, (effective, tails, nats) = self.config, (record[name] for name in names)
+        lost, allowed = 1 - effective, 1 - config.min_effective_samples
         signals = (
             (lost / allowed, f"effective samples {1 - lost:.2f} (at least {config.min_effective_samples:g})"),
-            _over("tokens in the tails of the ratio", found["tails"], config.max_ratio_tails),
-            _over("KL", found["KL"], config.max_kl_nats, " nats"),
-            _over("clipped tokens", found["clipped"], config.max_clip_fraction),
+            _over("tokens in the tails of the ratio", tails, config.max_ratio_tails),
+            _over("KL", nats, config.max_kl_nats, " nats"),
+            _over("clipped tokens", clipped, config.max_clip_fraction),
         )
         # NaN and infinity count as the worst severity.
         bounded = [(min(s, MAX_SEVERITY) if s == s else MAX_SEVERITY, words) for s, words in signals]
@@ -175,19 +168,15 @@ class OffPolicyGuard:
         found = f"{reading.worst}, too far off-policy in {steps}"
         calm = replace(state, sick_steps=0, is_trial=False)
         # The responses escalate: lower the limit, then tighten the corrections, then stop.
-        if state.limit > self.floor:
-            if state.sick_steps < self.config.trip_steps:
-                return state, None
-            limit = self._tighter(state, reading)
-            failed = state.failed_trials + state.is_trial
-            return replace(calm, limit=limit, failed_trials=failed), GuardDecision("tightened", limit, found)
-        if self.can_raise and not state.is_raised:
-            if state.sick_steps < self.config.trip_steps:
-                return state, None
-            failed = state.failed_trials + state.is_trial
-            return replace(calm, is_raised=True, failed_trials=failed), GuardDecision("raised", state.limit, found)
-        if state.sick_steps < self.config.stop_steps:
+        can_tighten, can_raise = state.limit > self.floor, self.can_raise and not state.is_raised
+        if state.sick_steps < (self.config.trip_steps if can_tighten or can_raise else self.config.stop_steps):
             return state, None
+        failed = state.failed_trials + state.is_trial
+        if can_tighten:
+            limit = self._tighter(state, reading)
+            return replace(calm, limit=limit, failed_trials=failed), GuardDecision("tightened", limit, found)
+        if can_raise:
+            return replace(calm, is_raised=True, failed_trials=failed), GuardDecision("raised", state.limit, found)
         return calm, GuardDecision("stopped", state.limit, found)
 
     def _tighter(self, state: GuardState, reading: GuardReading) -> int:

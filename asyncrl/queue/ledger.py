@@ -162,8 +162,7 @@ class Ledger:
         Raises LedgerError: a group would be trained over the limit.
         """
         self._at(step, "lease")
-        leased = [r for r in self._records.values() if r.state == "leased"]
-        if leased:
+        if leased := self._in("leased"):
             return Selection(tuple(r.ordinal for r in sorted(leased, key=lambda r: (r.version, r.ordinal))))
         selection = self._select(step)
         while selection.expire or self._mask(selection, step, oldest_trained):
@@ -186,8 +185,7 @@ class Ledger:
     def commit(self, step: int) -> tuple[int, ...]:
         """Ends the leased groups as `trained` and completes the step; returns their ordinals."""
         self._at(step, "commit")
-        leased = [r for r in self._records.values() if r.state == "leased"]
-        if not leased:
+        if not (leased := self._in("leased")):
             raise LedgerError(f"commit({step}): nothing is leased")
         for record in leased:
             self._end(record, "trained")
@@ -198,7 +196,7 @@ class Ledger:
     def rollback(self, step: int) -> None:
         """Makes the leased groups ready again, without training them in `step`."""
         self._at(step, "rollback")
-        for record in [r for r in self._records.values() if r.state == "leased"]:
+        for record in self._in("leased"):
             self._move(record, "ready")
             self._emit("released", record)
 
@@ -251,7 +249,7 @@ class Ledger:
         return self._records.get(ordinal)
 
     def running(self) -> list[GroupRecord]:
-        return [r for r in self._records.values() if r.state == "running"]
+        return self._in("running")
 
     def snapshot(self) -> LedgerSnapshot:
         records = tuple(sorted(self._records.values(), key=lambda r: r.ordinal))
@@ -299,6 +297,9 @@ class Ledger:
             self._untold[owner] = left
         return True
 
+    def _in(self, state: State) -> list[GroupRecord]:
+        return [r for r in self._records.values() if r.state == state]
+
     def _unissued(self) -> Iterator[GroupRecord]:
         return (r for r in self._records.values() if r.state == "running" and not r.issued)
 
@@ -306,8 +307,8 @@ class Ledger:
         return self.policy.select(
             step=step,
             version=self.version,
-            ready=[self._candidate(r) for r in self._records.values() if r.state == "ready"],
-            unready=[self._candidate(r) for r in self._records.values() if r.state == "running"],
+            ready=[self._candidate(r) for r in self._in("ready")],
+            unready=[self._candidate(r) for r in self._in("running")],
         )
 
     def _mask(self, selection: Selection, step: int, oldest_trained: Callable[[int, int], int | None] | None) -> bool:

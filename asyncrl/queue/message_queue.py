@@ -205,7 +205,7 @@ class MessageQueue(HasConnections):
                 self._overdue_since = self._clock()
             remaining = deadline - self._clock()
             if remaining <= 0:
-                return LeaseWait(selection.missing, selection.overdue, self._overdue_s(), self._ledger.counts)
+                return LeaseWait(selection.missing, selection.overdue, self._ledger.counts)
             await self._wait_change(remaining)
 
     async def foresee(self, step: int, wait_s: float) -> tuple[GroupSummary, ...]:
@@ -366,7 +366,7 @@ class MessageQueue(HasConnections):
         return selection
 
     def _manifest(self, step: int, ordinals: tuple[int, ...]) -> LeaseManifest:
-        waited = self._overdue_s()
+        waited = 0.0 if self._overdue_since is None else self._clock() - self._overdue_since
         self._overdue_since = None
         self._leased = self._as_trained(step, ordinals)
         return LeaseManifest(step, self._summaries(step, self._leased), waited)
@@ -389,9 +389,6 @@ class MessageQueue(HasConnections):
                 summary = summarize(self._stored[ordinal], group, step=step, max_lag=limit)
             self._described[ordinal] = group, summary
         return tuple(summary for _, summary in self._described.values())
-
-    def _overdue_s(self) -> float:
-        return 0.0 if self._overdue_since is None else self._clock() - self._overdue_since
 
     def _record(self, event: GroupChanged) -> None:
         self._events.write(event)

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar, cas
 from asyncrl.errors import DeadlineExceeded, Process, explain
 from asyncrl.remote.connection import Connection, ConnectionEnded, PendingAnswer, connect
 from asyncrl.remote.reply import SLEPT_S, ended, reply
+from asyncrl.remote.tasks import retrieved
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class _ConnectionToActor:
         call = self._begin_in_turn(given_up_at, name, args, kwargs)
         task = asyncio.create_task(call, name=f"{name} of {self._process}")
         self._waiting.add(task)
-        task.add_done_callback(_retrieved)
+        task.add_done_callback(retrieved)
         return PendingAnswer(task)
 
     async def _begin_in_turn(self, given_up_at: float, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,9 +163,3 @@ class _ConnectionToActor:
             why = f"{type(error).__name__} {error}".strip()
             logger.warning("there is no connection to %s (%s): its calls go through Ray", self._process, why)
         self._goes_through_ray = self._connection is None
-
-
-def _retrieved(task: asyncio.Task[Any]) -> None:
-    """Marks the error as retrieved: the caller may have given up."""
-    if not task.cancelled():
-        task.exception()

@@ -342,7 +342,8 @@ def _told(error: BaseException) -> tuple[bytes | None, str, str]:
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         with contextlib.suppress(Exception):  # whatever its own code raises
             written = pickle.dumps(error)
-    return written, _text_of(error), "".join(traceback.format_exception(error))
+    text = traceback.format_exception_only(error)[0].strip()  # works even if its own str raises
+    return written, text, "".join(traceback.format_exception(error))
 
 
 def _raised(written: bytes | None, text: str, where: str) -> Exception:
@@ -355,10 +356,6 @@ def _raised(written: bytes | None, text: str, where: str) -> Exception:
         error = RuntimeError(text)
     error.__cause__ = _RemoteTraceback(where)
     return error
-
-
-def _text_of(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[0].strip()  # works even if its own str raises
 
 
 def _packed(number: int, content: tuple[Any, ...]) -> bytes:

@@ -35,30 +35,21 @@ async def reply(ref: Awaitable[Any], *, timeout_s: float, call: str, process: Pr
         ProcessDied: the process has died or cannot be reached.
         Exception: what the remote method raised, as its own type, with the remote traceback as its `__cause__`.
     """
-    deadline = asyncio.timeout(timeout_s)
     wait = Wait(call, process, timeout_s)
-    try:
-        with WAITS.of(wait):
-            async with deadline:
-                return await ref
-    except TimeoutError as error:
-        if not deadline.expired():
-            _translate(error, wait)
-        if time.monotonic() - wait.since_s > timeout_s + SLEPT_S:  # this process was late: the answer may be there
-            return await _once_more(ref, wait)
-        raise _late(wait) from None
-    except _ray_error() as error:
-        _translate(error, wait)
-
-
-async def _once_more(ref: Awaitable[Any], wait: Wait) -> Any:
-    try:
-        async with asyncio.timeout(SLEPT_S):
-            return await ref
-    except TimeoutError:
-        raise _late(wait) from None
-    except _ray_error() as error:
-        _translate(error, wait)
+    with WAITS.of(wait):
+        for limit_s in (timeout_s, SLEPT_S):
+            deadline = asyncio.timeout(limit_s)
+            try:
+                async with deadline:
+                    return await ref
+            except TimeoutError as error:
+                if not deadline.expired():
+                    _translate(error, wait)
+                if time.monotonic() - wait.since_s <= timeout_s + SLEPT_S:
+                    break  # otherwise this process was late, and the answer may be there
+            except _ray_error() as error:
+                _translate(error, wait)
+    raise _late(wait)
 
 
 def reply_now(ref: ObjectRef, *, timeout_s: float, call: str, process: Process) -> Any:

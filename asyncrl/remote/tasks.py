@@ -19,10 +19,15 @@ async def concurrently(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
         raise
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels all, and returns when they have ended. Does not raise their errors."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def end(task: asyncio.Task[Any] | None, *, patience_s: float = 0.0) -> None:
@@ -35,6 +40,12 @@ async def end(task: asyncio.Task[Any] | None, *, patience_s: float = 0.0) -> Non
         (outcome,) = await asyncio.gather(task, return_exceptions=True)
         if isinstance(outcome, Exception):
             logger.error("also: %s: %s", task.get_name(), outcome)
+
+
+def retrieved(task: asyncio.Task[Any]) -> None:
+    """Marks the error of a task as retrieved: its caller may have given up."""
+    if not task.cancelled():
+        task.exception()
 
 
 class LimitedEvent:

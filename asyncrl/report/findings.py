@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
 
 from asyncrl.report.lifetimes import Lifetimes
 from asyncrl.report.run_files import RunFiles
-from asyncrl.types.events import (
-    GuardChanged,
-    ReplicaFailed,
-    ReplicaLeft,
-    ReplicaRejoined,
-    ReplicaServing,
-    ReplicaSuspended,
-)
+from asyncrl.types import events
 from asyncrl.types.guard import SUSPECTS
 from asyncrl.types.metrics import Metric
 
@@ -48,7 +41,8 @@ class Diagnosis:
 def findings(run: RunFiles, lives: Lifetimes) -> list[Diagnosis]:
     """All findings, worst first."""
     order: dict[Severity, int] = {"bad": 0, "warning": 1, "hint": 2}
-    return sorted((found for rule in _RULES for found in rule(run, lives)), key=lambda f: order[f.severity])
+    rules = (_where_time_goes, _replicas, _ratio, _guard, _signal, _stuck, _unread)
+    return sorted((found for rule in rules for found in rule(run, lives)), key=lambda f: order[f.severity])
 
 
 def helps_most(run: RunFiles) -> str:
@@ -160,12 +154,10 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
         kind, replica = event.get("event"), event.get("replica")
         if replica is None:
             continue
-        if kind in (ReplicaSuspended.kind, ReplicaFailed.kind):
+        if kind in (events.ReplicaSuspended.kind, events.ReplicaFailed.kind):
             out[replica] = str(event.get("error", "")).strip().splitlines()[-1:][0] if event.get("error") else ""
             failures[replica] = failures.get(replica, 0) + 1
-        elif kind in (ReplicaServing.kind, ReplicaRejoined.kind):
-            out.pop(replica, None)
-        elif kind == ReplicaLeft.kind:
+        elif kind in (events.ReplicaServing.kind, events.ReplicaRejoined.kind, events.ReplicaLeft.kind):
             out.pop(replica, None)
             if event.get("why") == "no_place":
                 out[replica] = "no node has room for it"
@@ -238,7 +230,7 @@ def _ratio(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
 
 
 def _guard(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
-    changes = run.of_kind(GuardChanged.kind)
+    changes = run.of_kind(events.GuardChanged.kind)
     if not changes:
         return
     last, lowest = changes[-1], min(event.get("limit", 0) for event in changes)
@@ -265,19 +257,10 @@ def _best(values: Sequence[float], window: int) -> float:
 
 
 def _signal(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
+    no_signal = "Most groups carry no signal"
     for metric, limit, title, do in (
-        (
-            Metric.FILTERED_SHARE,
-            0.5,
-            "Most groups carry no signal",
-            "Take prompts of middling difficulty (data curriculum).",
-        ),
-        (
-            Metric.REWARD_ZERO_SIGNAL,
-            0.5,
-            "Most groups carry no signal",
-            "Filter them, or take prompts of middling difficulty.",
-        ),
+        (Metric.FILTERED_SHARE, 0.5, no_signal, "Take prompts of middling difficulty (data curriculum)."),
+        (Metric.REWARD_ZERO_SIGNAL, 0.5, no_signal, "Filter them, or take prompts of middling difficulty."),
         (Metric.TRUNCATED, 0.3, "Many responses are cut off", "Raise rollout.sampling.max_response_tokens."),
         (Metric.FAILED_SHARE, 0.05, "Groups fail", "See quarantine.jsonl for their errors."),
         (
@@ -328,14 +311,3 @@ def _unread(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
         evidence = f"Lines that hold no record of this version are left out: {left_out}."
         remedy = "See asyncrl-audit for damaged lines of events.jsonl; another version of asyncrl has other records."
         yield Diagnosis("hint", "Some lines cannot be read", evidence, remedy)
-
-
-_RULES: tuple[Callable[[RunFiles, Lifetimes], Iterator[Diagnosis]], ...] = (
-    _where_time_goes,
-    _replicas,
-    _ratio,
-    _guard,
-    _signal,
-    _stuck,
-    _unread,
-)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -34,16 +33,12 @@ _PLAIN = tuple(event.kind for event in (GroupChanged, StepTrained, WeightsPublis
 
 def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Everything that the page shows of these runs; the first one is shown in full."""
+    metrics = {key: metric for chart in CHARTS for key in chart.keys if (metric := metric_of(key))}
     return {
         "sections": [
-            {"title": section.title, "charts": [asdict(chart) for chart in section.charts]} for section in SECTIONS
+            {"title": title, "charts": [asdict(chart) for chart in charts]} for title, charts in SECTIONS.items()
         ],
-        "declared": {
-            key: {"unit": metric.unit, "meaning": metric.meaning}
-            for chart in CHARTS
-            for key in chart.keys
-            if (metric := metric_of(key))
-        },
+        "declared": {key: {"unit": metric.unit, "meaning": metric.meaning} for key, metric in metrics.items()},
         "runs": [_run(run) for run in runs],
         "differences": _differences(runs),
     }
@@ -76,30 +71,27 @@ def _summary(run: RunFiles, lives: Lifetimes, found: Sequence[Diagnosis]) -> lis
     ended = run.of_kind(RunEnded.kind, RunFaulted.kind)
     outcome = "in progress, or killed" if not ended else str(ended[-1].get("outcome", ended[-1].get("error", "")))
     bound = run.settings.get("resolved.max_lag", run.settings.get("staleness.max_lag"))
-    rows = [
-        ("outcome", outcome),
-        ("steps", f"{last[Metric.STEP]:.0f} of {run.settings.get('run.max_steps', '?')}"),
-        ("time", f"{last.get(Metric.TIME) or 0:.0f} s"),
-        ("reward", f"{last.get(Metric.REWARD_MEAN) or 0:.3f}"),
-        ("accuracy", f"{change}{accuracy[-1]:.3f} (best {max(accuracy):.3f})" if accuracy else "not evaluated"),
-        ("largest lag", f"{max(v or 0 for v in run.series(Metric.LAG_MAX)):.0f} of {bound} allowed"),
-        ("groups trained", f"{last.get(Metric.QUEUE_TRAINED) or 0:.0f}"),
-        ("findings", str(len(found))),
+    return [
+        ["outcome", outcome],
+        ["steps", f"{last[Metric.STEP]:.0f} of {run.settings.get('run.max_steps', '?')}"],
+        ["time", f"{last.get(Metric.TIME) or 0:.0f} s"],
+        ["reward", f"{last.get(Metric.REWARD_MEAN) or 0:.3f}"],
+        ["accuracy", f"{change}{accuracy[-1]:.3f} (best {max(accuracy):.3f})" if accuracy else "not evaluated"],
+        ["largest lag", f"{max(v or 0 for v in run.series(Metric.LAG_MAX)):.0f} of {bound} allowed"],
+        ["groups trained", f"{last.get(Metric.QUEUE_TRAINED) or 0:.0f}"],
+        ["findings", str(len(found))],
     ]
-    return [list(row) for row in rows]
 
 
 def _columns(run: RunFiles) -> dict[str, list[float | None]]:
     """Each metric of the run, rounded to five digits: more is invisible, and the file stays small."""
     keys = sorted({key for line in run.metrics for key in line} - {str(Metric.STEP)})
-    columns = {key: [_rounded(value) for value in run.series(key)] for key in keys if metric_of(key)}
-    return {key: values for key, values in columns.items() if any(value is not None for value in values)}
-
-
-def _rounded(value: float | None) -> float | None:
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value:.5g}")
+    columns = {}
+    for key in filter(metric_of, keys):
+        values = [None if value is None else float(f"{value:.5g}") for value in run.series(key)]
+        if any(value is not None for value in values):
+            columns[key] = values
+    return columns
 
 
 def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
@@ -151,14 +143,11 @@ def _notable(run: RunFiles) -> list[list[Any]]:
     """All events except changes of groups and steps: [seconds since the first event, kind, the rest as text]."""
     chosen = [event for event in run.events if event.get("event") not in _PLAIN][-MAX_EVENTS:]
     start = run.events[0].get("time_s", 0.0) if run.events else 0.0
-    return [
-        [
-            round(event.get("time_s", start) - start, 2),
-            event.get("event", ""),
-            ", ".join(f"{key}={_short(value)}" for key, value in event.items() if key not in ENVELOPE),
-        ]
-        for event in chosen
-    ]
+    rows = []
+    for event in chosen:
+        rest = ", ".join(f"{key}={_short(value)}" for key, value in event.items() if key not in ENVELOPE)
+        rows.append([round(event.get("time_s", start) - start, 2), event.get("event", ""), rest])
+    return rows
 
 
 def _short(value: Any) -> str:

@@ -83,8 +83,6 @@ class RemoteReward:
                 raise _Passing(f"HTTP {error.code}: {told}") from error
             do = "see what it expects in docs/rewards.md"
             raise ValueError(explain(f"POST {url}", f"HTTP {error.code}: {told}", do)) from error
-        except TimeoutError as error:
-            raise _Passing(f"no answer within {timeout_s:.3g} s") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             late = isinstance(reason, TimeoutError)
@@ -99,9 +97,8 @@ def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
         if time.monotonic() > deadline:
             raise TimeoutError
         if len(received) > MAX_ANSWER_BYTES:
-            raise ValueError(
-                explain("an answer of the reward model", f"more than {MAX_ANSWER_BYTES} bytes", "shorten it")
-            )
+            found = f"more than {MAX_ANSWER_BYTES} bytes"
+            raise ValueError(explain("an answer of the reward model", found, "shorten it"))
     if answer.length:
         raise http.client.IncompleteRead(bytes(received), answer.length)
     return bytes(received)

@@ -29,27 +29,23 @@ def _scorer(settings: RewardSettings) -> Callable[[RewardRequest | GroupRequest]
 
 def _reader(settings: RewardSettings) -> Callable[[Response], str]:
     """The text of a response, as `Chat.decode` makes it."""
-    if settings.decoder is None:
-        return _text_alone
-    from tokenizers import Tokenizer
+    ends, skips, tokenizer = settings.ends, settings.config.skip_special_tokens, None
+    if settings.decoder is not None:
+        from tokenizers import Tokenizer
 
-    tokenizer, ends, skips = Tokenizer.from_str(settings.decoder), settings.ends, settings.config.skip_special_tokens
+        tokenizer = Tokenizer.from_str(settings.decoder)
 
     def text(response: Response) -> str:
         if isinstance(response, str):
             return response
+        if tokenizer is None:
+            raise TypeError("token ids to a reward process that was given no decoder")
         ids = memoryview(response).cast("i").tolist()
         while ids and ids[-1] in ends:
             ids.pop()
         return str(tokenizer.decode(ids, skip_special_tokens=skips))
 
     return text
-
-
-def _text_alone(response: Response) -> str:
-    if not isinstance(response, str):
-        raise TypeError("token ids to a reward process that was given no decoder")
-    return response
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from asyncrl.types import EvalResult, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The figures of one response that enter the result."""
+    """The figures of one response that enter the result. `correct`: the reward's part of that name is positive, or the
+    reward itself if there is no such part."""
 
     correct: bool
     reward: float
@@ -21,16 +22,11 @@ class Answer:
     @classmethod
     def of(cls, trajectory: Trajectory) -> Answer:
         return cls(
-            is_correct(trajectory),
+            dict(trajectory.reward_parts).get("correct", trajectory.reward) > 0,
             trajectory.reward,
             len(trajectory.response_ids),
             frozenset(s.version for s in trajectory.segments if s.kind == "policy"),
         )
-
-
-def is_correct(trajectory: Trajectory) -> bool:
-    """True if the reward's part `correct` is positive, or the reward itself if there is no such part."""
-    return dict(trajectory.reward_parts).get("correct", trajectory.reward) > 0
 
 
 def summarise(

@@ -101,8 +101,8 @@ class UserCode:
     def _new_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Future[Any]:
         """The task factory of the loop."""
         users = _OF_USER.get()
-        new: Callable[..., Any] = self._former or _plain_task
-        task = new(loop, _Guarded(work) if users else work, **options)
+        work = _Guarded(work) if users else work
+        task: Any = self._former(loop, work, **options) if self._former else asyncio.Task(work, loop=loop, **options)
         if users:
             self._started.add(task)
         return task
@@ -148,10 +148,6 @@ async def _outcome(work: Callable[[], Awaitable[T]]) -> tuple[T | None, BaseExce
         return await work(), None
     except BaseException as error:  # noqa: BLE001 - task boundary: the caller raises it
         return None, error
-
-
-def _plain_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-    return asyncio.Task(work, loop=loop, **options)
 
 
 def _result(task: asyncio.Task[tuple[Any, BaseException | None]]) -> tuple[Any, BaseException | None]:

@@ -14,6 +14,7 @@ import numpy as np
 from asyncrl.chat.fields import ApiError
 from asyncrl.data.call_splitter import CallFormat, joined_parts
 from asyncrl.errors import AsyncRLError, BadRequest
+from asyncrl.remote.tasks import cancel
 from asyncrl.serving.choice import Choice, ChoiceForm, Delta, Finished
 from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.model_text import ModelText
@@ -145,9 +146,7 @@ async def answer(
             start_by = math.inf
             yield event
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
 
 def _no_place(fleet: Fleet, question: Question) -> ApiError:

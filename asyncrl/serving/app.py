@@ -6,12 +6,13 @@ import asyncio
 import json
 import logging
 import math
+import re
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,20 +23,13 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from asyncrl.chat import http
+from asyncrl.chat.connection_limits import SPARE_CONNECTIONS, ConnectionLimiter, ConnectionLimits, connections_that_fit
 from asyncrl.chat.dialects import DIALECTS
 from asyncrl.chat.fields import ApiError, bad_field, parsed, short
-from asyncrl.chat.http import (
-    BODY_TIMEOUT_S,
-    ClientLeft,
-    EventStream,
-    error_response,
-    read_json,
-    require_key,
-    require_local_host,
-    unless_client_leaves,
-)
 from asyncrl.chat.messages import for_template, signatures, with_names
 from asyncrl.chat.reply import Dialect
+from asyncrl.chat.server import Server
 from asyncrl.data.call_splitter import CallFormat
 from asyncrl.serving.answer import Collector, Event, Question, answer
 from asyncrl.serving.bodies import Bodies, ChatBodies, CompletionBodies, DialectBodies
@@ -49,11 +43,11 @@ from asyncrl.serving.protocol import ChatRequest, CompletionRequest, Options, fo
 
 logger = logging.getLogger(__name__)
 
+LAST_WORD_S = 5.0
+"""Time for a client to read that its request timed out, before its connection is closed."""
 MAX_CHOICES_IN_ALL = 4096
 MAX_ID_CHARS = 256
 """Longest id of a session or request; longer ones are cut."""
-STATUS_CLIENT_LEFT = 499
-"""Only in the metrics: the client disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +63,7 @@ class ServedModel:
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+@dataclass(eq=False)
 class Api:
     """Answers requests about one model.
 
@@ -77,40 +72,33 @@ class Api:
         request_timeout_s: longest time for one request, from its head to the last token.
         max_requests: requests in progress until their clients have received the answer; further ones are refused.
         local_only: refuses requests to a host name other than this machine's own.
-        wait_timeout_s: longest time until the first token of an answer; then status 503. None: the request's own limit.
+        wait_timeout_s: longest time until the first token of an answer; then status 503.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        fleet: Fleet,
-        metrics: ServingMetrics,
-        *,
-        api_key: str | None,
-        request_timeout_s: float,
-        max_requests: int,
-        local_only: bool = False,
-        wait_timeout_s: float | None = None,
-    ) -> None:
-        self._model = model
-        self._fleet = fleet
-        self._metrics = metrics
-        self._api_key = api_key
-        self._request_timeout_s = request_timeout_s
-        self._max_requests = max_requests
-        self._local_only = local_only
-        self._wait_timeout_s = math.inf if wait_timeout_s is None else wait_timeout_s
-        self._turns = TurnTable()
+    model: ServedModel
+    fleet: Fleet
+    metrics: ServingMetrics
+    _: KW_ONLY
+    api_key: str | None
+    request_timeout_s: float
+    max_requests: int
+    local_only: bool = False
+    wait_timeout_s: float = math.inf
+    turns: TurnTable = field(default_factory=lambda: TurnTable(), init=False)
+
+    def server(self, grace_s: int) -> Server:
+        limits = ConnectionLimits(
+            max_connections=connections_that_fit(self.max_requests + SPARE_CONNECTIONS),
+            response_timeout_s=self.request_timeout_s + LAST_WORD_S,
+        )
+        return Server(self.app(), ConnectionLimiter(limits, self.metrics.refusals), grace_s=grace_s)
 
     def app(self) -> FastAPI:
         # Routes of `one_replica` exist twice: for the whole fleet, and below the address of each replica.
         one_replica: tuple[tuple[str, str, Handler], ...] = (
             ("POST", "/v1/chat/completions", self._limited(self._chat)),
             ("POST", "/v1/completions", self._limited(self._completion)),
-            *(
-                ("POST", dialect.path, self._limited(partial(self._in_dialect, dialect)))
-                for dialect in DIALECTS.values()
-            ),
+            *(("POST", path, self._limited(partial(self._in_dialect, d))) for path, d in DIALECTS.items()),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{id:path}", self._one_model),
             ("GET", "/health", self._health),
@@ -139,26 +127,26 @@ class Api:
 
         async def run(request: Request) -> Response:
             now = asyncio.get_running_loop().time()
-            request.state.deadline = now + self._request_timeout_s
-            request.state.start_by = now + self._wait_timeout_s
+            request.state.deadline = now + self.request_timeout_s
+            request.state.start_by = now + self.wait_timeout_s
             named = request_id_of(request.headers.get("x-request-id", "")[:MAX_ID_CHARS])
             request.state.id = named or secrets.token_hex(12)
             try:
-                if self._local_only:
-                    require_local_host(request)
+                if self.local_only:
+                    http.require_local_host(request)
                 if path != "/health":  # probes of load balancers have no key
-                    require_key(request, self._api_key)
+                    http.require_key(request, self.api_key)
                 self._require_replica(request)
                 response = await handler(request)
             except ApiError as e:
                 response = _refused(path, e)
-            except ClientLeft:
-                self._metrics.disconnects += 1
-                response = Response(status_code=STATUS_CLIENT_LEFT)
+            except http.ClientLeft:
+                self.metrics.disconnects += 1
+                response = Response(status_code=http.STATUS_CLIENT_LEFT)
             except Exception as e:  # task boundary: the client gets an error answer
                 logger.exception("a request to %s failed", path)
                 response = _refused(path, ApiError(500, f"{type(e).__name__}: {e}", code="internal_error"))
-            self._metrics.requests[path, response.status_code] += 1
+            self.metrics.requests[path, response.status_code] += 1
             response.headers["x-request-id"] = request.state.id
             return response
 
@@ -166,7 +154,7 @@ class Api:
 
     def _require_replica(self, request: Request) -> None:
         """Raises ApiError: the request's address names an unknown replica."""
-        only, there = _only(request), {report.replica_id for report in self._fleet.reports}
+        only, there = _only(request), {report.replica_id for report in self.fleet.reports}
         if only is not None and not there:
             raise ApiError(503, "the server does not know its replicas yet", code="not_serving")
         if only is not None and only not in there:
@@ -176,30 +164,30 @@ class Api:
         """`handler`, limited to `max_requests` concurrent requests."""
 
         async def run(request: Request) -> Response:
-            if self._metrics.in_flight >= self._max_requests:
-                found = f"{self._max_requests} requests are in flight"
+            if self.metrics.in_flight >= self.max_requests:
+                found = f"{self.max_requests} requests are in flight"
                 raise ApiError(429, f"{found}; send this one later", code="too_many_requests")
-            self._metrics.in_flight += 1
+            self.metrics.in_flight += 1
             request.state.until_sent.callback(self._leave)
             return await handler(request)
 
         return run
 
     def _leave(self) -> None:
-        self._metrics.in_flight -= 1
+        self.metrics.in_flight -= 1
 
     # -- routes --------------------------------------------------------------------------------------------------
 
     async def _chat(self, request: Request) -> Response:
         question = await self._chat_question(request, await self._body(request))
-        return await self._respond(request, question, ChatBodies(question, self._model.name, "chatcmpl"))
+        return await self._respond(request, question, ChatBodies(question, self.model.name, "chatcmpl"))
 
     async def _in_dialect(self, dialect: Dialect, request: Request) -> Response:
         body = await self._body(request)
         try:
             question = await self._chat_question(request, dialect.to_chat(body))
             assert isinstance(body, dict), "to_chat has checked it"
-            reply = dialect.reply(self._model.name, body)
+            reply = dialect.reply(self.model.name, body)
             return await self._respond(request, question, DialectBodies(question, reply))
         except ApiError as e:
             raise dialect.renamed(e) from e
@@ -212,10 +200,10 @@ class Api:
         guide = self._guide(asked, body)
         messages = with_names([for_template(message) for message in asked.messages])
         tools = tuple(body["tools"]) if asked.calls_tools else ()
-        prompt = await asyncio.to_thread(self._model.text.chat, messages, tools)
+        prompt = await asyncio.to_thread(self.model.text.chat, messages, tools)
         calls = None
         if tools:
-            parser = "json" if asked.forced else self._model.text.parser  # guided calls are bare JSON
+            parser = "json" if asked.forced else self.model.text.parser  # guided calls are bare JSON
             single = asked.forced or not asked.parallel_tool_calls
             calls = await asyncio.to_thread(CallFormat, parser, signatures(tools), single)
         question = self._question(request, (prompt,), asked)
@@ -226,7 +214,7 @@ class Api:
         schema = forced_call(asked, body["tools"]) if asked.forced else asked.guide
         if schema is None:
             return None
-        if not self._model.guided:
+        if not self.model.guided:
             name = "tool_choice" if asked.forced else "response_format"
             found = f"{name}: {short(body[name])} needs guided decoding, which the engine of this server does not have"
             do = "ask without it, or serve with --engine vllm"
@@ -236,9 +224,9 @@ class Api:
     async def _completion(self, request: Request) -> Response:
         asked = parsed(CompletionRequest, await self._body(request))
         self._require_model(asked.model)
-        prompts = await asyncio.to_thread(lambda: [self._model.text.prompt(p) for p in asked.prompt])
+        prompts = await asyncio.to_thread(lambda: [self.model.text.prompt(p) for p in asked.prompt])
         question = self._question(request, tuple(prompts), asked)
-        return await self._respond(request, question, CompletionBodies(question, self._model.name, "cmpl"))
+        return await self._respond(request, question, CompletionBodies(question, self.model.name, "cmpl"))
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_body()]})
@@ -249,17 +237,17 @@ class Api:
 
     def _model_body(self) -> dict[str, Any]:
         return {
-            "id": self._model.name,
+            "id": self.model.name,
             "object": "model",
-            "created": int(self._model.started_at),
+            "created": int(self.model.started_at),
             "owned_by": "asyncrl",
-            "max_model_len": self._model.text.max_model_len,
+            "max_model_len": self.model.text.max_model_len,
         }
 
     async def _health(self, request: Request) -> Response:
         only = _only(request)
-        states = [state for state in self._fleet.reports if only in (None, state.replica_id)]
-        reason = self._fleet.not_serving(only)
+        states = [state for state in self.fleet.reports if only in (None, state.replica_id)]
+        reason = self.fleet.not_serving(only)
         serving = sum(s.alive and s.version is not None for s in states)
         body: dict[str, Any] = {"serving": serving, "replicas": len(states)}
         if reason is not None:
@@ -267,20 +255,20 @@ class Api:
         return JSONResponse(body, 200 if reason is None else 503)
 
     async def _schema(self, _request: Request) -> Response:
-        keyed = self._api_key is not None
-        return JSONResponse(schema(self._model.name, self._model.text.vocab_size, keyed=keyed))
+        keyed = self.api_key is not None
+        return JSONResponse(schema(self.model.name, self.model.text.vocab_size, keyed=keyed))
 
     async def _metrics_page(self, _request: Request) -> Response:
-        return PlainTextResponse(self._metrics.render(self._fleet), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(self.metrics.render(self.fleet), media_type="text/plain; version=0.0.4")
 
     async def _body(self, request: Request) -> object:
-        return await read_json(request, timeout_s=min(BODY_TIMEOUT_S, self._request_timeout_s))
+        return await http.read_json(request, timeout_s=min(http.BODY_TIMEOUT_S, self.request_timeout_s))
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def _require_model(self, name: str | None) -> None:
-        if name not in (None, self._model.name):
-            message = f"model {name!r} is not served here; ask for {self._model.name!r}"
+        if name not in (None, self.model.name):
+            message = f"model {name!r} is not served here; ask for {self.model.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _question(self, request: Request, prompts: tuple[np.ndarray, ...], options: Options) -> Question:
@@ -289,7 +277,7 @@ class Api:
             options,
             request.headers.get("x-session-id", "")[:MAX_ID_CHARS],
             request.state.id,
-            near=self._turns.replica_of(request.state.id, time.monotonic()),
+            near=self.turns.replica_of(request.state.id, time.monotonic()),
             only=_only(request),
         )
         if question.num_choices > MAX_CHOICES_IN_ALL:
@@ -302,11 +290,11 @@ class Api:
         if question.options.stream:
             # The first event decides between an answer and an error, and has version and replica for the headers.
             try:
-                first = await unless_client_leaves(request.receive, _next(events))
+                first = await http.unless_client_leaves(request.receive, _next(events))
             except BaseException:
                 await events.aclose()
                 raise
-            return EventStream(self._stream(bodies, first, events), events, _headers(first))
+            return http.EventStream(self._stream(bodies, first, events), events, _headers(first))
         whole = Collector(question.num_choices)
 
         async def collect() -> None:
@@ -314,7 +302,7 @@ class Api:
                 async for event in events:
                     whole.add(event)
 
-        await unless_client_leaves(request.receive, collect())
+        await http.unless_client_leaves(request.receive, collect())
         choices = whole.choices()
         body = bodies.whole(choices)
         replicas = dict.fromkeys(r for c in choices for r in c.replica_ids)
@@ -325,9 +313,9 @@ class Api:
 
     async def _events(self, question: Question, *, deadline: float, start_by: float) -> AsyncGenerator[Event, None]:
         """The events of the answer. Updates the metrics, and remembers the replica that served the turn."""
-        metrics, started = self._metrics, time.monotonic()
-        model = self._model
-        source = answer(question, self._fleet, model.text, deadline=deadline, start_by=start_by)
+        metrics, started = self.metrics, time.monotonic()
+        model = self.model
+        source = answer(question, self.fleet, model.text, deadline=deadline, start_by=start_by)
         waiting, replica_id = True, None
         metrics.waiting += 1
         try:
@@ -346,7 +334,7 @@ class Api:
             # If no token came, the request still counts as waiting.
             metrics.waiting -= waiting
             if replica_id is not None:
-                self._turns.served(question.request_id, replica_id, time.monotonic())
+                self.turns.served(question.request_id, replica_id, time.monotonic())
             metrics.request_s.observe(time.monotonic() - started)
 
     async def _stream(
@@ -368,7 +356,7 @@ class Api:
             # The status is already sent, so the error is an event, which OpenAI's clients raise.
             yield bodies.failed(e)
         except (GeneratorExit, asyncio.CancelledError):
-            self._metrics.disconnects += 1
+            self.metrics.disconnects += 1
             raise
 
 
@@ -397,7 +385,7 @@ async def _next(events: AsyncGenerator[Event, None]) -> Event:
 def _refused(path: str, error: ApiError) -> Response:
     """The error in the form of the requested API."""
     dialect = DIALECTS.get(path)
-    return error_response(error, None if dialect is None else dialect.error(error))
+    return http.error_response(error, None if dialect is None else dialect.error(error))
 
 
 def _headers(first: Event) -> dict[str, str]:
@@ -409,7 +397,7 @@ def _headers(first: Event) -> dict[str, str]:
 async def _not_a_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}; see GET /v1/models and POST /v1/chat/completions"
-    response = error_response(ApiError(error.status_code, message))
+    response = http.error_response(ApiError(error.status_code, message))
     response.headers.update(error.headers or {})  # such as the allowed methods
     return response
 
@@ -419,16 +407,12 @@ async def _not_a_route(request: Request, error: Exception) -> Response:
 
 MAX_TURNS = 100_000
 EXPIRY_S = 3600.0
-_BODY_PREFIXES = ("chatcmpl-", "cmpl-")
-"""Prefixes of the id in a body; the request's id follows."""
 
 
 def request_id_of(named: str) -> str:
     """The request's id, from a name that is this id or the id of the answer's body (some clients only have the
     body)."""
-    named = named.strip()
-    prefix = next((prefix for prefix in _BODY_PREFIXES if named.startswith(prefix)), "")
-    return named.removeprefix(prefix)
+    return re.sub("^(chatcmpl|cmpl)-", "", named.strip())
 
 
 class TurnTable:

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from asyncrl.chat.fields import ApiError
@@ -14,7 +15,7 @@ from asyncrl.chat.reply import DONE, End, Event, Reply, call_body, call_id, head
 from asyncrl.data.call_splitter import Part
 from asyncrl.data.tool_calls import ToolCall
 from asyncrl.serving.answer import Question, WholeChoice
-from asyncrl.serving.choice import Delta, Finished, SampledToken, VersionSpan
+from asyncrl.serving.choice import Delta, Finished, SampledToken
 
 PING_S = 5.0
 """Longest silence of a stream while the model generates: proxies close silent connections."""
@@ -56,7 +57,7 @@ class Bodies(ABC):
     def last(self, finished: Sequence[Finished]) -> Iterator[str]:
         """The frames after the end of all choices."""
         if self._options.include_usage:
-            yield frame(self.usage(finished))
+            yield frame({**self._head, "choices": [], "usage": self._usage(finished)})
         yield DONE
 
     def failed(self, error: ApiError) -> str:
@@ -66,11 +67,8 @@ class Bodies(ABC):
         """One streamed piece."""
         first = delta.index not in self._begun
         self._begun.add(delta.index)
-        choice = {
-            "index": delta.index,
-            "finish_reason": None,
-            **self._piece(delta.index, delta.parts, delta.sampled, first),
-        }
+        choice = {"index": delta.index, "finish_reason": None}
+        choice |= self._piece(delta.index, delta.parts, delta.sampled, first)
         if self._options.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
             if first:
@@ -83,19 +81,8 @@ class Bodies(ABC):
     def finished(self, finished: Finished) -> dict[str, Any]:
         """The last piece of a choice."""
         first = finished.index not in self._begun
-        choice = {
-            "index": finished.index,
-            "finish_reason": finished.finish_reason,
-            "stop_reason": finished.stop_reason,
-            "weight_versions": _spans(finished.versions),
-            **self._piece(finished.index, finished.parts, (), first),
-        }
-        body = {**self._head, "choices": [choice], "weight_version": _latest([finished])}
-        return self._with_usage(body)
-
-    def usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
-        """The last piece of a stream with `include_usage`."""
-        return {**self._head, "choices": [], "usage": self._usage(finished)}
+        choice = _end_of(finished) | self._piece(finished.index, finished.parts, (), first)
+        return self._with_usage({**self._head, "choices": [choice], "weight_version": _latest([finished])})
 
     def _usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
         """Each prompt counts once for all its choices, with the cached tokens of its first choice."""
@@ -108,13 +95,7 @@ class Bodies(ABC):
         return body | {"usage": None} if self._options.include_usage else body
 
     def _whole_choice(self, choice: WholeChoice) -> dict[str, Any]:
-        body = {
-            "index": choice.delta.index,
-            "finish_reason": choice.finished.finish_reason,
-            "stop_reason": choice.finished.stop_reason,
-            "weight_versions": _spans(choice.finished.versions),
-            **self._content(choice.delta),
-        }
+        body = _end_of(choice.finished) | self._content(choice.delta)
         if self._options.return_token_ids:
             body["token_ids"] = list(choice.delta.token_ids)
             body |= self._prompt_of_choice(choice.delta.index)
@@ -243,14 +224,8 @@ class DialectBodies:
 
     def _end(self, finished: Finished) -> End:
         stop = finished.stop_reason if isinstance(finished.stop_reason, str) else None
-        return End(
-            finished.finish_reason,
-            self._prompt_tokens,
-            finished.num_tokens,
-            _latest([finished]),
-            finished.cached_tokens,
-            stop,
-        )
+        reason, version, cached = finished.finish_reason, _latest([finished]), finished.cached_tokens
+        return End(reason, self._prompt_tokens, finished.num_tokens, version, cached, stop)
 
 
 def _latest(finished: Sequence[Finished]) -> int | None:
@@ -258,8 +233,13 @@ def _latest(finished: Sequence[Finished]) -> int | None:
     return max((span.version for f in finished for span in f.versions), default=None)
 
 
-def _spans(versions: Sequence[VersionSpan]) -> list[dict[str, int]]:
-    return [{"version": v.version, "start": v.start, "end": v.end} for v in versions]
+def _end_of(finished: Finished) -> dict[str, Any]:
+    return {
+        "index": finished.index,
+        "finish_reason": finished.finish_reason,
+        "stop_reason": finished.stop_reason,
+        "weight_versions": [asdict(span) for span in finished.versions],
+    }
 
 
 def _bytes(text: str) -> list[int] | None:

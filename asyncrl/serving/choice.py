@@ -19,7 +19,6 @@ from asyncrl.types import TokenChunk
 class SampledToken:
     """`text` of this token alone; `offset` of its text in the choice, in characters."""
 
-    token_id: int
     text: str
     logprob: float
     offset: int
@@ -127,7 +126,7 @@ class Choice:
             some = ids[kept : kept + step]
             if self._options.logprobs:
                 alone = self._text.decode_with_special_tokens(some)
-                sampled.append(SampledToken(some[0], alone, float(chunk.logprobs[kept]), self._num_characters))
+                sampled.append(SampledToken(alone, float(chunk.logprobs[kept]), self._num_characters))
             parts += self._parts_of(self._text_of(some))
             kept += len(some)
         # Tokens after the end of the response were sampled, but do not count.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -52,32 +52,24 @@ class FleetReplicas(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Fleet:
-    """Sends the requests of the HTTP side to the replicas. Owns their latest statistics."""
+    """Sends the requests of the HTTP side to the replicas. Owns their latest statistics.
 
-    def __init__(
-        self,
-        client: GenerationClient,
-        replicas: FleetReplicas,
-        *,
-        places: PlaceQueue | None = None,
-        refresh_s: float = 2.0,
-        on_refresh: Callable[[], None] | None = None,
-    ) -> None:
-        """
-        Args:
-            client: has the table of the same replicas.
-            places: bounds the requests at the replicas; None: no bound.
-            refresh_s: seconds between two health checks of every replica.
-            on_refresh: called after every health check.
-        """
-        self._client = client
-        self._replicas = replicas
-        self._places = places
-        self._stats: dict[int, ReplicaStats] = {}
-        self._refresh_s = refresh_s
-        self._on_refresh = on_refresh
-        self._look_now = asyncio.Event()
+    Args:
+        client: has the table of the same replicas.
+        places: bounds the requests at the replicas; None: no bound.
+        refresh_s: seconds between two health checks of every replica.
+        on_refresh: called after every health check.
+    """
+
+    client: GenerationClient
+    replicas: FleetReplicas
+    places: PlaceQueue | None = None
+    refresh_s: float = 2.0
+    on_refresh: Callable[[], None] = lambda: None
+    stats: dict[int, ReplicaStats] = field(default_factory=dict, init=False)
+    look_now: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def generate(
         self,
@@ -94,20 +86,20 @@ class Fleet:
         `only`: as in `router.Affinity`."""
         affinity = Affinity(() if session_id else prefix_blocks(prompt_ids), near, only)
         try:
-            async with self._places or nullcontext():
-                return await self._client.generate(
+            async with self.places or nullcontext():
+                return await self.client.generate(
                     prompt_ids, sampling, session_id=session_id, seed=seed, affinity=affinity, on_chunk=on_chunk
                 )
         except GenerationError:
-            self._look_now.set()  # a replica with a dead engine refuses all requests: find it before the next one
+            self.look_now.set()  # a replica with a dead engine refuses all requests: find it before the next one
             raise
 
     @property
     def reports(self) -> list[ReplicaReport]:
-        return [self._report(i, row) for i, row in self._replicas.table.rows.items()]
+        return [self._report(i, row) for i, row in self.replicas.table.rows.items()]
 
     def _report(self, replica_id: int, row: ReplicaRow) -> ReplicaReport:
-        stats = self._stats.get(replica_id)
+        stats = self.stats.get(replica_id)
         if stats is None:
             return ReplicaReport(replica_id, row.state, detail=_found(row.detail))
         health = stats.health
@@ -118,7 +110,7 @@ class Fleet:
     @property
     def loads(self) -> dict[int, int]:
         """Requests in flight per serving replica."""
-        return self._client.loads
+        return self.client.loads
 
     def not_serving(self, only: int | None = None) -> str | None:
         """Why no replica (or not replica `only`) can answer now; None if one can."""
@@ -126,7 +118,7 @@ class Fleet:
         if any(r.alive and r.version is not None for r in reports):
             return None
         # From the temporary reasons to the permanent one: asleep, before the first publish, down.
-        rows = self._replicas.table.rows
+        rows = self.replicas.table.rows
         if reports and all(rows[r.replica_id].asleep for r in reports if r.replica_id in rows):
             return "the trainer has its turn on the devices of the replicas: they answer after the next publish"
         if any(r.alive for r in reports):
@@ -143,24 +135,23 @@ class Fleet:
         Unblocked by: the answers, and a request that fails, which brings the next check forward.
         Stops when: it is cancelled, or a lost replica cannot be replaced.
         """
-        watching = asyncio.create_task(self._replicas.watch(), name="replicas")
+        watching = asyncio.create_task(self.replicas.watch(), name="replicas")
         try:
             while not watching.done():
                 await self.refresh()
                 # A failed request wakes the loop before `refresh_s` is over.
-                wake = asyncio.create_task(self._look_now.wait())
-                await asyncio.wait([wake, watching], timeout=self._refresh_s, return_when=asyncio.FIRST_COMPLETED)
+                wake = asyncio.create_task(self.look_now.wait())
+                await asyncio.wait([wake, watching], timeout=self.refresh_s, return_when=asyncio.FIRST_COMPLETED)
                 wake.cancel()
-                self._look_now.clear()
+                self.look_now.clear()
             await watching
         finally:
             watching.cancel()
 
     async def refresh(self) -> None:
         """Gets the statistics of every running replica; the pool replaces dead or unresponsive ones."""
-        self._stats = {stats.replica_id: stats for stats in await self._replicas.stats()}
-        if self._on_refresh is not None:
-            self._on_refresh()
+        self.stats = {stats.replica_id: stats for stats in await self.replicas.stats()}
+        self.on_refresh()
 
 
 def _found(detail: str) -> str:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncrl.chat.fields import ApiError
+from asyncrl.chat.fields import ApiError, bad_field
 from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import RolloutConfig
 from asyncrl.data.chat import Chat
-from asyncrl.data.tokenizer import stop_token_ids
+from asyncrl.data.tokenizer import load_tokenizer, stop_token_ids
 from asyncrl.data.tool_calls import CallParser, parser_for, template_text, tools_for
 from asyncrl.errors import DataError
 
@@ -46,6 +47,12 @@ class ModelText:
         self.stop_token_ids = stop_token_ids(tokenizer, model, ())
         tokenizer.encode("a")  # clears a saved truncation now, which would be a race between threads later
 
+    @classmethod
+    def of(cls, model: ModelConfig, rollout: RolloutConfig, vocab_size: int | None) -> ModelText:
+        """Raises ConfigError, as `load_tokenizer`."""
+        length, parser = rollout.max_model_len, rollout.tool_use.parser
+        return cls(load_tokenizer(model), model, vocab_size, max_model_len=length, parser=parser)
+
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """[P] int32: the messages and the descriptions of the tools through the chat template.
 
@@ -65,15 +72,13 @@ class ModelText:
         """
         if not isinstance(prompt, str):
             if (worst := max(prompt)) >= self.vocab_size:
-                found = f"prompt: token id {worst} is not in the vocabulary of {self.vocab_size} ids"
-                raise ApiError(
-                    400, f"{found}; send ids of this model's tokenizer", param="prompt", code="invalid_value"
-                )
+                found = f"token id {worst} is not in the vocabulary of {self.vocab_size} ids"
+                raise bad_field("prompt", found, "send ids of this model's tokenizer")
             return np.asarray(prompt, np.int32)
         self._require_short("prompt", len(prompt))
         ids = self._tokenizer.encode(prompt)
         if not ids:
-            raise ApiError(400, "prompt: the text has no token; send another", param="prompt", code="invalid_value")
+            raise bad_field("prompt", "the text has no token", "send another")
         return np.asarray(ids, np.int32)
 
     def _require_short(self, param: str, num_characters: int) -> None:

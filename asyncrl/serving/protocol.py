@@ -161,10 +161,6 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
     @property
-    def lacks_schema(self) -> bool:
-        return self.type == "json_schema" and self.json_schema is None
-
-    @property
     def guide(self) -> dict[str, Any] | None:
         """The schema of the answer; None: any text."""
         if self.type == "json_schema":
@@ -233,7 +229,8 @@ class ChatRequest(Options):
             raise bad_field("tool_choice", f"no tool is named {short(wanted)}", "name one of the request's tools")
         if self.tool_choice == "required" and not names:
             raise bad_field("tool_choice", "the request has no tools", "send tools, or leave it out")
-        if self.response_format is not None and self.response_format.lacks_schema:
+        form = self.response_format
+        if form is not None and form.type == "json_schema" and form.json_schema is None:
             raise bad_field("response_format", "json_schema is missing", "send the schema")
         if self.calls_tools and self.guide is not None:
             raise bad_field("response_format", "a reply with a schema calls no tools", "leave tools or the schema out")

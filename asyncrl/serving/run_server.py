@@ -15,23 +15,15 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.chat.connection_limits import (
-    SPARE_CONNECTIONS,
-    ConnectionLimiter,
-    ConnectionLimits,
-    connections_that_fit,
-)
 from asyncrl.chat.server import Server, address_of, bind, is_local, serve_until
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.data.model_files import check_model, hub_facts
-from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.errors import AsyncRLError, ConfigError, ProcessDied, cause, explain
+from asyncrl.errors import AsyncRLError, ConfigError, cause
 from asyncrl.inference.external_places import ExternalLimits, PlaceQueue
-from asyncrl.remote.waits import deadline
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Router
 from asyncrl.serving.app import Api, ServedModel
@@ -45,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 NICENESS = 5
 """Gives the processes of the run priority on this machine's cores."""
-LISTEN_S = 30.0
-LAST_WORD_S = 5.0
-"""Time for a client to read the timeout error of its request before the connection is closed."""
 GRACE_S = 1
 """Time for requests in progress at the end of the run."""
 REFRESH_S = 5.0
@@ -64,10 +53,7 @@ class RunServerSpec:
     rollout: RolloutConfig
     max_lost: int
     discovery_file: Path
-    api_key: str | None = None
-
-    def __repr__(self) -> str:
-        return f"RunServerSpec({self.model.path!r})"  # hides the key
+    api_key: str | None = field(default=None, repr=False)
 
 
 class RunReplicas:
@@ -121,7 +107,6 @@ class RunServer:
         self._client: GenerationClient
         self._fleet: Fleet
         self._server: Server
-        self._serving: asyncio.Task[None]
 
     async def start(self, port: int) -> RunServerStats:
         """Returns once the server listens on `port`. Port 0 picks a free port; so does a restart whose old port is
@@ -141,8 +126,7 @@ class RunServer:
                 raise
             listener = bind(settings.host, 0)
         self._connect(listener, text)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
-        await self._until_it_listens()
+        await self._server.listen(listener, "serve beside the run")
         return await self.stats()
 
     async def run(self) -> None:
@@ -150,7 +134,7 @@ class RunServer:
         stop = asyncio.create_task(self._stopped.wait(), name="stop")
         watching = asyncio.create_task(self._watch(), name="fleet")
         try:
-            await serve_until(stop, self._server, self._serving, watching)
+            await serve_until(stop, self._server, self._server.serving, watching)
         finally:
             stop.cancel()
             await self._client.close()
@@ -198,16 +182,11 @@ class RunServer:
         name = settings.model_name or spec.model.path
         found = FleetAddress(self._address, name, spec.rollout.engine, os.getpid(), time.time())
         file = DiscoveryFile(spec.discovery_file, found)
-        self._fleet = Fleet(
-            self._client,
-            self._replicas,
-            places=self._places,
-            refresh_s=REFRESH_S,
-            on_refresh=lambda: file.write(self._fleet.reports),
-        )
+        fleet = self._fleet = Fleet(self._client, self._replicas, self._places, REFRESH_S)
+        fleet.on_refresh = lambda: file.write(fleet.reports)
         api = Api(
             ServedModel(name, text, found.started_at, guided=spec.rollout.guided_decoding),
-            self._fleet,
+            fleet,
             self._metrics,
             api_key=spec.api_key,
             request_timeout_s=settings.request_timeout_s,
@@ -215,30 +194,10 @@ class RunServer:
             local_only=is_local(listener) and spec.api_key is None,
             wait_timeout_s=settings.wait_timeout_s,
         )
-        limits = ConnectionLimits(
-            max_connections=connections_that_fit(settings.max_requests + SPARE_CONNECTIONS),
-            response_timeout_s=settings.request_timeout_s + LAST_WORD_S,
-        )
-        limiter = ConnectionLimiter(limits, self._metrics.refusals)
-        self._server = Server(api.app(), limiter, grace_s=GRACE_S)
-
-    async def _until_it_listens(self) -> None:
-        asked, do = "serve beside the run", "see the log of the run"
-        async with deadline(LISTEN_S, asked, found="the HTTP server does not listen", do=do):
-            while not self._server.started:
-                if self._serving.done():
-                    raise ProcessDied(explain(asked, repr(self._serving.exception()), do))
-                await asyncio.sleep(0.005)
+        self._server = api.server(GRACE_S)
 
 
 def _model_text(spec: RunServerSpec) -> ModelText:
     facts = check_model(spec.model.path)
     facts = facts if facts.is_local else hub_facts(spec.model)
-    tokenizer, rollout = load_tokenizer(spec.model), spec.rollout
-    return ModelText(
-        tokenizer,
-        spec.model,
-        facts.vocab_size,
-        max_model_len=rollout.max_model_len,
-        parser=rollout.tool_use.parser,
-    )
+    return ModelText.of(spec.model, spec.rollout, facts.vocab_size)

@@ -70,7 +70,7 @@ BACKENDS: dict[str, BackendSpec] = {
         unsupported="asyncrl.trainer.megatron.supports:unsupported",
         works="train Llama, Qwen2, Qwen3, Qwen2-MoE or Qwen3-MoE, or set trainer.backend=fsdp",
         marker="rank00000.safetensors",
-        state="asyncrl.trainer.megatron.training_state:MegatronTrainingState",
+        state="asyncrl.trainer.megatron.training_state:MegatronCheckpoint",
         write_state="asyncrl.trainer.megatron.training_state:write_training_state",
         layout="asyncrl.trainer.megatron.supports:check_layout",
         memory="asyncrl.trainer.megatron.memory:rank_memory",

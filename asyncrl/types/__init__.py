@@ -30,7 +30,6 @@ from asyncrl.types.groups import (
 )
 from asyncrl.types.models import (
     HOW_TO_TIE,
-    ROUTED,
     UNTIED,
     LayerSizes,
     ModelFacts,
@@ -38,7 +37,7 @@ from asyncrl.types.models import (
     decoder_of,
     drop_towers,
     misfit,
-    routers_of,
+    on_meta,
     settle,
 )
 from asyncrl.types.replicas import (

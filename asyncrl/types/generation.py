@@ -6,7 +6,8 @@ Shape letters: P prompt tokens, T response tokens, n tokens of one chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -53,16 +54,10 @@ class SamplingParams:
     kept: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rest = (self.max_tokens, self.stop_token_ids, self.min_tokens, self.json_schema, self.score_from)
-        return SamplingParams, (
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            *rest,
-            self.score_top,
-            self.experts,
-            self.kept,
-        )
+        return SamplingParams, _SAMPLING_FIELDS(self)
+
+
+_SAMPLING_FIELDS = attrgetter(*(field.name for field in fields(SamplingParams)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

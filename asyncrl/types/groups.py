@@ -178,11 +178,10 @@ class LedgerCounts:
 
 @dataclass(frozen=True, slots=True)
 class LeaseWait:
-    """Why a step has no groups yet. `overdue_s`: how long only mandatory groups have been missing."""
+    """Why a step has no groups yet: how many are `missing`, or else how many mandatory ones are `overdue`."""
 
     missing: int
     overdue: int
-    overdue_s: float
     counts: LedgerCounts
 
 

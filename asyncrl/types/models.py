@@ -26,8 +26,6 @@ HOW_TO_TIE = (
     "set tie_word_embeddings to false in config.json if the output layer of the files counts; otherwise save the model "
     "without it"
 )
-ROUTED = ("qwen2_moe", "qwen3_moe")
-"""Model types whose routers are known (`routers_of`)."""
 _NOISE = ("dropout", "dropout_prob", "dropout_p", "pdrop", "layerdrop", "jitter_noise")
 """Words in the keys of noise that training code may add: dropout, and jitter of routers."""
 _RECURRENT = ("mamba_", "ssm_", "linear_conv_", "lru_", "conv_L_cache", "state_size", "rescale_every")
@@ -68,7 +66,6 @@ class ModelFacts:
         architecture: the class name, such as Qwen3ForCausalLM.
         max_position_embeddings: in tokens.
         layer_kinds: as Hugging Face names them: full_attention, sliding_attention, linear_attention, mamba and others.
-        sliding_window: tokens that a layer of kind sliding_attention sees; None without such a layer.
         changed_logits: `key=value` of each transformation after the output layer.
         changed_attention: the same of attention: soft capping, sinks.
         other_inputs: keys of the parts that read images or sound.
@@ -85,7 +82,6 @@ class ModelFacts:
     max_position_embeddings: int | None = None
     model_type: str | None = None
     layer_kinds: frozenset[str] = frozenset()
-    sliding_window: int | None = None
     changed_logits: tuple[str, ...] = ()
     changed_attention: tuple[str, ...] = ()
     other_inputs: tuple[str, ...] = ()
@@ -119,8 +115,7 @@ class ModelFacts:
         """`config`: the object in config.json."""
         # multimodal models keep the language model's sizes in a section of their own
         text = {**config, **(config.get("text_config") or {})}
-        window = (text.get("sliding_window") or None) if text.get("use_sliding_window", True) else None
-        kinds = frozenset(_kinds(text, slides=bool(window)))
+        slides = bool(text.get("sliding_window")) and bool(text.get("use_sliding_window", True))
         capping = text.get("attn_logit_softcapping")
         return ModelFacts(
             path,
@@ -129,8 +124,7 @@ class ModelFacts:
             vocab_size=text.get("vocab_size"),
             max_position_embeddings=next((text[key] for key in _POSITIONS if text.get(key)), None),
             model_type=config.get("model_type"),
-            layer_kinds=kinds,
-            sliding_window=window if "sliding_attention" in kinds else None,
+            layer_kinds=frozenset(_kinds(text, slides=slides)),
             changed_logits=tuple(f"{k}={v}" for k in _LOGIT_TRANSFORMS if (v := text.get(k)) not in (None, 1)),
             changed_attention=(f"attn_logit_softcapping={capping}",) * bool(capping)
             + ("attention sinks",) * (text.get("model_type") == "gpt_oss"),
@@ -194,24 +188,34 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
+def on_meta(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The model of text of a Hugging Face config, on the meta device."""
+    import torch
+
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    drop_towers(model)
+    return model
+
+
 def decoder_of(model: Any) -> Any:
     """The layers that text passes: token ids to hidden states."""
     found = model.get_decoder()
     return getattr(model, "model", model) if found is model else found
 
 
-def drop_towers(model: Any) -> list[str]:
-    """Removes what text never passes, in place: encoders of images and sound, and their projections. Returns the names
-    of the removed modules."""
+def drop_towers(model: Any) -> dict[str, Any]:
+    """Removes what text never passes, in place: encoders of images and sound, and their projections. Returns the
+    removed modules by name."""
     decoder, head = decoder_of(model), model.get_output_embeddings()
     kept = {id(tensor) for part in (decoder, head) if part is not None for tensor in part.parameters()}
-    dropped: list[str] = []
+    dropped: dict[str, Any] = {}
     for name, module in list(model.named_modules()):
         own = [id(parameter) for parameter in module.parameters()]
         if own and kept.isdisjoint(own) and not name.startswith(tuple(f"{outer}." for outer in dropped)):
             parent, _, last = name.rpartition(".")
             model.get_submodule(parent).register_module(last, None)
-            dropped.append(name)
+            dropped[name] = module
     return dropped
 
 
@@ -276,11 +280,3 @@ def _kinds(text: Mapping[str, Any], *, slides: bool) -> Iterator[str]:
         yield "mamba" if recurrent.startswith(("mamba_", "ssm_", "state_size")) else "recurrent"
     else:
         yield "sliding_attention" if slides else "full_attention"
-
-
-def routers_of(model: Any) -> list[Any]:
-    """The routers of a Hugging Face model in layer order; empty unless its type is in `ROUTED`. A router returns logits
-    [tokens, E], weights of the chosen experts [tokens, k], and their indices [tokens, k] int64."""
-    if model.config.model_type not in ROUTED:
-        return []
-    return [layer.mlp.gate for layer in decoder_of(model).layers if hasattr(layer.mlp, "experts")]

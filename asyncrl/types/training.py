@@ -25,8 +25,7 @@ class TrainSequence:
     token_weight: float = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        whole = self.ordinal, self.index, self.advantage, self.lengths, self.owner, self.token_weight
-        return TrainSequence, whole
+        return TrainSequence, (self.ordinal, self.index, self.advantage, self.lengths, self.owner, self.token_weight)
 
 
 Microbatch = tuple[TrainSequence, ...]

@@ -116,15 +116,10 @@ class Trajectory:
     branches: tuple[Trajectory, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arrays = (
-            packed(self.prompt_ids, np.int32),
-            packed(self.response_ids, np.int32),
-            packed(self.logprobs, np.float32),
-            packed(self.loss_mask, np.bool_),
-        )
+        arrays = map(packed, (self.prompt_ids, self.response_ids, self.logprobs, self.loss_mask), _DTYPES)
         rest = (self.segments, self.reward, self.reward_parts, self.finish_reason, self.turns)
         times = self.started_s, self.finished_s
-        return _unpack_trajectory, (arrays, (*rest, *times), packed_extra(self.extra), self.branches)
+        return _unpack_trajectory, (tuple(arrays), (*rest, *times), packed_extra(self.extra), self.branches)
 
     def normalized(self) -> Trajectory:
         """Itself, or a copy with arrays of the right dtypes and plain numbers.
@@ -216,7 +211,7 @@ class Trajectory:
         return min((s.version for s in self.segments if s.kind == "policy"), default=None)
 
 
-def packed(array: np.ndarray, dtype: type[np.generic]) -> bytes:
+def packed(array: np.ndarray, dtype: type[np.generic] | np.dtype) -> bytes:
     """The array's bytes as `dtype`."""
     return array.astype(dtype, copy=False).tobytes()
 
@@ -252,16 +247,9 @@ def _unpack_trajectory(
     extra: PackedExtra = (),
     branches: tuple[Trajectory, ...] = (),
 ) -> Trajectory:
-    prompt_ids, response_ids, logprobs, loss_mask = arrays
-    return Trajectory(
-        np.frombuffer(prompt_ids, np.int32),
-        np.frombuffer(response_ids, np.int32),
-        np.frombuffer(logprobs, np.float32),
-        np.frombuffer(loss_mask, np.bool_),
-        *rest,
-        extra=unpacked_extra(extra),
-        branches=branches,
-    )
+    ids, response_ids, logprobs, mask = map(np.frombuffer, arrays, _DTYPES)
+    own = {"extra": unpacked_extra(extra), "branches": branches}
+    return Trajectory(ids, response_ids, logprobs, mask, *rest, **own)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

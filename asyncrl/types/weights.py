@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 
@@ -50,8 +50,6 @@ class Manifest:
 
     Attributes: version: None keeps the replicas' version.
         verify: both sides compute the digest.
-        base_version: the version that the tensors are added to; 0: the model's own files. None with encodings full and
-            delta.
         is_kept: receivers keep a copy of these weights, as the base of later publishes with encoding delta.
         is_staged: receivers hold the tensors in addition to the served model until told to load them.
         base_digest: with encoding delta, of the base weights, each tensor digested whole; else None.
@@ -63,7 +61,6 @@ class Manifest:
     buckets: tuple[Bucket, ...]
     verify: bool = True
     encoding: Encoding = "full"
-    base_version: int | None = None
     is_kept: bool = False
     base_digest: Digest | None = None
     is_staged: bool = False
@@ -171,17 +168,9 @@ class PartsSource(TransferSource):
 
     @staticmethod
     def of(parts: Sequence[TransferSource], first_tensors: Sequence[int]) -> PartsSource:
-        one = parts[0]
-        return PartsSource(
-            endpoint=one.endpoint,
-            bucket_bytes=one.bucket_bytes,
-            num_receivers=one.num_receivers,
-            epoch=one.epoch,
-            digest=one.digest,
-            key=one.key,
-            parts=tuple(parts),
-            first_tensors=tuple(first_tensors),
-        )
+        common = {field.name: getattr(parts[0], field.name) for field in fields(TransferSource)}
+        common["receiver"] = 0
+        return PartsSource(**common, parts=tuple(parts), first_tensors=tuple(first_tensors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,13 +140,11 @@ class Packer:
         self._take(len(self.manifest.tensors) - 1)
         extra = next(self._weights, None)
         if extra is not None:
-            raise WeightTransferError(
-                explain(
-                    f"publish {len(self.manifest.tensors)} tensors",
-                    f"one more: {extra[0]}",
-                    "make named_weights() yield what weight_specs() lists",
-                )
+            asked, do = (
+                f"publish {len(self.manifest.tensors)} tensors",
+                "make named_weights() yield what weight_specs() lists",
             )
+            raise WeightTransferError(explain(asked, f"one more: {extra[0]}", do))
         self._data = self._data[:0].clone()
         return self._digester.result()
 

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
+from typing import TypeVar
 
 from asyncrl.errors import ConfigError, WeightTransferError, explain
 from asyncrl.types import Bucket, Digest, Encoding, Manifest, TensorSlice, TensorSpec
-from asyncrl.weights.encodings import BASE_VERSIONS, CHECKS
+from asyncrl.weights.encodings import CHECKS
+
+T = TypeVar("T")
 
 ALIGNMENT = 16
 """Slices begin at multiples of this many bytes in bucket and tensor: they can be viewed in any dtype and moved with
 vector instructions."""
 
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "bool": 1,
+DTYPES = {
+    "float64": (8, "F64"),
+    "float32": (4, "F32"),
+    "bfloat16": (2, "BF16"),
+    "float16": (2, "F16"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e4m3fnuz": (1, "F8_E4M3FNUZ"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "float8_e5m2fnuz": (1, "F8_E5M2FNUZ"),
+    "float8_e8m0fnu": (1, "F8_E8M0"),
+    "int64": (8, "I64"),
+    "int32": (4, "I32"),
+    "int16": (2, "I16"),
+    "int8": (1, "I8"),
+    "uint8": (1, "U8"),
+    "uint16": (2, "U16"),
+    "uint32": (4, "U32"),
+    "uint64": (8, "U64"),
+    "bool": (1, "BOOL"),
 }
-"""Bytes per element of the dtypes that can be published, by torch's name."""
+"""The dtypes that can be published, by torch's name: bytes per element, and the name in safetensors."""
+DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in DTYPES.items()}
 
 
 def make_spec(name: str, shape: Sequence[int], dtype: str) -> TensorSpec:
@@ -44,6 +48,19 @@ def make_spec(name: str, shape: Sequence[int], dtype: str) -> TensorSpec:
             explain(f"publish tensor {name}", f"dtype {dtype}", f"cast it to one of {', '.join(DTYPE_BYTES)}")
         )
     return TensorSpec(name, tuple(int(n) for n in shape), dtype, prod(shape) * DTYPE_BYTES[dtype])
+
+
+def runs_of(items: Iterable[T], size_of: Callable[[T], int], largest: int) -> Iterator[list[T]]:
+    """The items in order, in runs of at most `largest` together; a larger item is alone. Without items: one run."""
+    run: list[T] = []
+    held = 0
+    for item in items:
+        if run and held + size_of(item) > largest:
+            yield run
+            run, held = [], 0
+        run.append(item)
+        held += size_of(item)
+    yield run
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -139,13 +156,8 @@ def make_manifest(
             )
         names.add(spec.name)
         if spec != make_spec(spec.name, spec.shape, spec.dtype):
-            raise WeightTransferError(
-                explain(
-                    f"publish tensor {spec.name}",
-                    f"{spec.nbytes} bytes for shape {spec.shape} of {spec.dtype}",
-                    "build the spec with make_spec",
-                )
-            )
+            found = f"{spec.nbytes} bytes for shape {spec.shape} of {spec.dtype}"
+            raise WeightTransferError(explain(f"publish tensor {spec.name}", found, "build the spec with make_spec"))
     CHECKS[encoding](tensors)
-    buckets, base = plan_buckets(tensors, bucket_bytes), BASE_VERSIONS[encoding]
-    return Manifest(publish_id, version, tuple(tensors), buckets, verify, encoding, base, base_digest=base_digest)
+    buckets = plan_buckets(tensors, bucket_bytes)
+    return Manifest(publish_id, version, tuple(tensors), buckets, verify, encoding, base_digest=base_digest)

@@ -12,14 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError, WeightTransferError, explain
-from asyncrl.types import auto_class, drop_towers
+from asyncrl.types import auto_class, drop_towers, on_meta
 from asyncrl.weights.encodings.base import BaseWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Shape = tuple[int, ...]
-_DO = "pass --model DIRECTORY, the model that was trained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class StoredLayout:
         """`config`: the object in config.json."""
         from transformers import AutoConfig
 
-        return StoredLayout.of(_on_meta(AutoConfig.for_model(**config)))
+        return StoredLayout.of(on_meta(AutoConfig.for_model(**config)))
 
     @staticmethod
     def of_model(model: ModelConfig) -> StoredLayout:
@@ -91,7 +90,7 @@ class StoredLayout:
         hub: Any = {"revision": model.revision, "trust_remote_code": trust}
         try:
             config = AutoConfig.from_pretrained(model.path, **hub)
-            found = _on_meta(config, trust_remote_code=trust)
+            found = on_meta(config, trust_remote_code=trust)
             if any(isinstance(rule, PrefixChange) for rule in get_model_conversion_mapping(found)):
                 where = {"device_map": "meta", "local_files_only": True}
                 found = auto_class(config).from_pretrained(model.path, **where, **hub)
@@ -110,11 +109,10 @@ class StoredLayout:
         """Of a tensor that is not the model's (a critic's head): itself. Raises ConfigError: the model's is not of
         `shape`."""
         if (own := self.wholes.get(name, shape)) != shape:
-            found, do = (
-                f"it is {list(shape)}, and {list(own)} by the model's config",
-                _DO,
+            found = f"it is {list(shape)}, and {list(own)} by the model's config"
+            raise ConfigError(
+                explain(f"the tensor {name}", found, "pass --model DIRECTORY, the model that was trained")
             )
-            raise ConfigError(explain(f"the tensor {name}", found, do))
         if name in self.parts:
             return self.parts[name]
         strides = torch.empty(shape, device="meta").stride()
@@ -184,10 +182,3 @@ def _parts(model: PreTrainedModel, name: str, shape: Shape) -> Iterator[StoredPa
             found, do = f"the files of a {type(model).__name__} keep {name} joined with others", "train another model"
             raise ConfigError(explain("the tensors of a publish", found, do))
         yield StoredPart(stored, tuple(part.shape), tuple(part.stride()), int(part.storage_offset()))
-
-
-def _on_meta(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    drop_towers(model)
-    return model

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 _LEAVE_S = 2.0
 
@@ -44,10 +45,8 @@ class OrphanReaper:
             self._launcher.wait(_LEAVE_S)
 
     def _tell(self, line: str) -> None:
-        try:
+        with suppress(OSError, ValueError):  # killed or closed: the owner still ends its groups itself
             os.write(self._pipe.fileno(), line.encode())
-        except (OSError, ValueError):
-            pass  # killed or closed: the owner still ends its groups itself
 
 
 def main() -> None:
@@ -60,10 +59,8 @@ def main() -> None:
         else:
             groups.discard(int(line[1:]))
     for group in groups:
-        try:
+        with suppress(OSError):  # the group has ended
             os.killpg(group, signal.SIGKILL)
-        except OSError:
-            pass  # the group has ended
 
 
 if __name__ == "__main__":

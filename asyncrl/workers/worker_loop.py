@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from asyncrl.errors import ConfigError, explain
@@ -75,10 +76,8 @@ def _raised(error: BaseException) -> Raised:
     summary = traceback.format_exception_only(error)[-1].strip()[:MAX_TRACE_CHARS]
     pickled = None
     if isinstance(error, Exception):
-        try:
+        with suppress(Exception):  # pickling runs code of the user
             pickled = pickle.dumps(error)
-        except Exception:  # noqa: BLE001 - pickling runs code of the user
-            pickled = None
     return Raised(pickled if pickled is not None and len(pickled) <= MAX_ERROR_BYTES else None, summary, trace)
 
 

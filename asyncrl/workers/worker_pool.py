@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, Process, ProcessDied, explain
+from asyncrl.remote.tasks import cancel
 from asyncrl.workers.messages import Raised, WorkerSpec, packed
 from asyncrl.workers.orphan_reaper import OrphanReaper
 from asyncrl.workers.worker_process import WorkerProcess, error_of
@@ -91,9 +92,7 @@ class WorkerPool:
         try:
             processes = await asyncio.gather(*starts)
         except BaseException:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+            await cancel(*starts)
             await self.close()
             raise
         if self._closed:
@@ -130,9 +129,7 @@ class WorkerPool:
         """Ends all workers within about 2 s; pending calls raise ProcessDied. Idempotent."""
         self._closed = True
         self._refuse(f"the {self._spec.name}es were ended", None)
-        for seat in self._seats:
-            seat.cancel()
-        await asyncio.gather(*self._seats, return_exceptions=True)
+        await cancel(*self._seats)
         await asyncio.gather(*(process.end(_GRACE_S) for process in self._processes))
         self._processes.clear()
         if self._reaper is not None:

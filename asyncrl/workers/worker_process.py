@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, Process, ProcessDied, explain
@@ -225,10 +226,8 @@ def error_of(raised: Raised, process: str) -> Exception:
 def _end_tree(process: subprocess.Popen[bytes], grace_s: float) -> bool:
     """Blocks for at most `grace_s` and `_REAP_S` seconds."""
     if grace_s > 0:
-        try:
+        with suppress(subprocess.TimeoutExpired):  # busy with a request, or has running threads
             process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            pass  # busy with a request, or has running threads
     return kill_tree(process, _REAP_S)
 
 

@@ -1,15 +1,20 @@
 """Checkpoints of any number of ranks as model directories: bit by bit, in shards, adapters merged or alone."""
 
+import datetime
+import importlib.util
 import json
 import multiprocessing
+import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.checkpoint.digests import seal
 from asyncrl.checkpoint.locate import FoundCheckpoint, find_checkpoint
@@ -22,8 +27,12 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.fsdp.lora import BASE, SCALE
 from asyncrl.trainer.fsdp.sharded_state import save
+from asyncrl.types import auto_class, drop_towers
 from asyncrl_testing.random_model import random_qwen3
 from tests.contract.export_ranks import RANKS, rank_main
+from tests.processes import ROOT
+
+FAMILIES = json.loads((ROOT / "tests/families.json").read_text())
 
 
 def trained():
@@ -258,3 +267,73 @@ def test_a_path_in_config_json_that_was_a_directory_is_never_a_name_of_the_hub(r
     for command in (main, evaluate.main):
         assert command([str(directory.path), str(tmp_path / "other.jsonl"), "--trust-run"]) == 2
         assert f"{tmp_path}/moved\nfound: no such directory" in capfd.readouterr().err
+
+
+def exported(name, root, out):
+    """The trained model, of which `out` is the export. The base has other weights; what training does not see of it
+    (towers of a VLM) is the base's."""
+    config = AutoConfig.for_model(**FAMILIES[name])
+    config.use_cache = False
+    torch.manual_seed(0)
+    model = auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model.save_pretrained(root / "model")
+    write_tokenizer(root / "model")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    drop_towers(model)
+    first = {tensor.data_ptr(): n for n, tensor in reversed(model.state_dict().items())}  # a tied tensor once
+    whole = {f"model.{n}": tensor for n, tensor in model.state_dict().items() if first[tensor.data_ptr()] == n}
+    save(root / "run/checkpoints/step_1/trainer", whole, None)
+    complete(root, "step_1", 1)
+    assert main([str(root / "run"), str(out), "--dtype", "float32"]) == 0
+    return model
+
+
+@torch.no_grad()
+def logprobs_of(model, ids):
+    found = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+    return found[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {"hrm_text"}))  # which no trainer takes
+def test_an_export_of_every_family_is_what_was_trained_in_transformers(name, tmp_path):
+    model = exported(name, tmp_path, tmp_path / "out")
+    loaded, told = type(model).from_pretrained(tmp_path / "out", output_loading_info=True, attn_implementation="eager")
+    assert not told["missing_keys"]
+    assert not told["mismatched_keys"]
+    ids = list(range(3, 33))
+    torch.testing.assert_close(logprobs_of(loaded.eval(), ids), logprobs_of(model, ids), atol=1e-5, rtol=0)
+
+
+IN_VLLM = sorted(
+    name
+    for name, found in json.loads((ROOT / "benchmarks/results/models.json").read_text()).items()
+    if re.fullmatch(r"\de-\d+", found.get("vllm", "")) and "vision_config" not in FAMILIES[name]
+)
+"""Those that vLLM's build for CPUs runs in float32. Images would need torchvision."""
+OF_TODAY = IN_VLLM[datetime.date.today().toordinal() % len(IN_VLLM)]
+SCORE = """
+import json, sys
+from vllm import LLM, SamplingParams
+path, ids = sys.argv[1], json.loads(sys.argv[2])
+llm = LLM(model=path, dtype="float32", enforce_eager=True, max_model_len=64, enable_prefix_caching=False)
+asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+(found,) = llm.generate({"prompt_token_ids": ids}, asked, use_tqdm=False)
+print(json.dumps([entry[token].logprob for token, entry in zip(ids[1:], found.prompt_logprobs[1:])]))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == OF_TODAY else pytest.mark.slow) for n in IN_VLLM])
+def test_an_export_is_what_was_trained_in_plain_vllm(name, tmp_path):
+    """One family a day, and all in the slow tests."""
+    model, ids = exported(name, tmp_path, tmp_path / "out"), list(range(3, 33))
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    words = [sys.executable, "-c", SCORE, str(tmp_path / "out"), json.dumps(ids)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = torch.tensor(json.loads(done.stdout.splitlines()[-1]))
+    torch.testing.assert_close(found, logprobs_of(model, ids), atol=2e-3, rtol=0)

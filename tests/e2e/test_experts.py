@@ -6,11 +6,12 @@ import shutil
 
 import pytest
 import torch
-from transformers import FalconH1Config, FalconH1ForCausalLM
+from transformers import AutoTokenizer, FalconH1Config, FalconH1ForCausalLM
 
 from asyncrl_testing.random_model import random_qwen3_moe
 from tests.e2e.conftest import ROOT, SMALL, assert_sound
 from tests.make import needs_megatron
+from tools import make_tiny_vision
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -89,6 +90,53 @@ def test_a_hybrid_samples_through_vllm_as_it_is_trained_in_padded_rows(inputs, s
     assert_it_samples_as_it_is_trained(run, steps=3)
     assert all(record["train/grad_norm"] > 0.1 for record in run.metrics)
     assert "rows are padded" in run.log + (run.directory / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_model_that_reads_images_samples_as_it_is_trained(start, tmp_path, engine):
+    """LLaVA in packed rows; vLLM's own names for it are older ones, so that there it is Qwen3-VL, in padded rows."""
+    if engine == "vllm":
+        for package in ("vllm", "torchvision"):
+            pytest.importorskip(package, reason=f"needs the package {package}", exc_type=ImportError)
+    (tmp_path / "data").mkdir()
+    make_tiny_vision.main(["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data"), "--steps", "2"])
+    words = [f"model.path={tmp_path / 'model'}", f"data.image_directory={tmp_path / 'images'}", "data.eval={}"]
+    if engine == "vllm":
+        write_qwen3_vl(tmp_path / "model")
+        words += ["trainer.packing=padded", "rollout.engine=vllm"]
+    words += [f"data.train={tmp_path / 'data/drawn_numbers_train.parquet'}", "batch.groups_per_step=4", ODD_LENGTH]
+    run = start(*words, "mode=sync", "run.max_steps=3", "eval.every_steps=0", "weights.verify=always", recipe="vision")
+    assert_it_samples_as_it_is_trained(run, steps=3)
+    assert all(record["train/grad_norm"] > 0.01 for record in run.metrics)
+    samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
+    assert all("\ufffc" in sample["prompt"] for sample in samples), "the image's reference"
+
+
+def write_qwen3_vl(path):
+    """Random weights, for the tokenizer that is there."""
+    from transformers import AutoConfig, Qwen2VLImageProcessor, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    names = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    ids = tokenizer.convert_tokens_to_ids(names)
+    tokenizer.image_token, tokenizer.video_token = names[:2]
+    mark = "".join((names[2], names[0], names[3]))
+    tokenizer.chat_template = tokenizer.chat_template.replace("<image>", mark)
+    config = AutoConfig.for_model(**json.loads((ROOT / "tests/families.json").read_text())["qwen3_vl"])
+    config.text_config.vocab_size, ends = len(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = ids
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(config)
+    model.generation_config.eos_token_id = [ends]
+    vision = config.vision_config
+    sizes = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
+    sizes["merge_size"] = vision.spatial_merge_size
+    images, videos = Qwen2VLImageProcessor(**sizes, min_pixels=1024, max_pixels=4096), Qwen3VLVideoProcessor(**sizes)
+    shutil.rmtree(path)
+    model.save_pretrained(path)
+    Qwen3VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(path)
 
 
 def test_experts_that_were_chosen_in_sampling_are_replayed_in_training(mixture, start):

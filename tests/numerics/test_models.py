@@ -13,11 +13,12 @@ from transformers import AutoConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import ConfigError, GenerationError
-from asyncrl.inference.torch_engine.runner import ModelRunner, Prefill, load_model
+from asyncrl.inference.torch_engine.runner import ModelRunner, load_model
+from asyncrl.kernels.routers import RouterTaps
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, register_packed_attention
 from asyncrl.trainer.fsdp.model import check_supported
-from asyncrl.trainer.fsdp.proof import prove
-from asyncrl.types import auto_class, drop_towers, settle
+from asyncrl.trainer.fsdp.proof import prove, prove_choices
+from asyncrl.types import auto_class, decoder_of, drop_towers, settle
 from asyncrl.weights.stored_layout import StoredLayout
 
 ROOT = Path(__file__).parents[2]
@@ -47,9 +48,36 @@ def trainer_of(model):
         check_supported(model)
         way = prove(model, PACKED_SDPA)
         StoredLayout.of(model)
+        if (taps := RouterTaps(model)).layers:
+            prove_choices(model, way, taps)
+            assert replays(model, taps)
     except ConfigError as error:
         return str(error).split("found: ")[1].split("\n")[0]
     return f"padded, {way.attention}" if way.pads else "packed"
+
+
+def replays(model, taps):
+    """Other experts than the model's own are taken, and the routers' gradient flows through their weights."""
+    ids = torch.arange(3, 12)[None]
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), taps.recorded() as own:
+        first = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+    taps.experts = torch.stack([(c.experts + 1) % taps.num_experts for c in own], 1)
+    taken = []
+    for name, module in decoder_of(model).named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(
+                lambda _, args, words: taken.append([*args, *words.values()]), with_kwargs=True
+            )
+    with taps.recorded() as again:
+        other = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+    through, taps.experts = taps.experts, None
+    for place, tensors in enumerate(taken):
+        named = [t for t in tensors if not t.is_floating_point()]  # Llama 4's experts get weights of all tokens
+        assert all(torch.equal(t.view(9, -1).sort(-1).values, through[:, place].sort(-1).values) for t in named)
+    (gradient,) = torch.autograd.grad(other.square().sum(), again[0].scores, retain_graph=True, allow_unused=True)
+    assert gradient is None or gradient.abs().max() > 0
+    return not torch.allclose(first, other, atol=1e-3)
 
 
 def engine_of(truth, path):
@@ -58,15 +86,17 @@ def engine_of(truth, path):
     config = ModelConfig(path=str(path))
     served = load_model(config, torch.device("cpu"), max_model_len=LENGTH, real_weights=True, seed=0)
     try:
-        runner = ModelRunner(served, TorchEngineConfig(num_slots=2, max_model_len=LENGTH))
+        runner = ModelRunner(served, TorchEngineConfig(num_slots=2, max_model_len=LENGTH), prefill_tokens=16)
     except GenerationError as error:
         return str(error).split("found: ")[1].split("\n")[0]
     with torch.inference_mode():
-        prefill = Prefill([prompt[:-1] for prompt in prompts])
         runner.warm_up()
-        while not prefill.finished:
-            runner.prefill(prefill)
-        runner.seat(prefill, [0, 1], [0, 1])
+        waves = [[0], [1]] if runner.needs_equal_lengths else [[0, 1]]
+        for rows in waves:
+            prefill = runner.begin([prompts[row][:-1] for row in rows])
+            while not prefill.finished:
+                runner.prefill(prefill)
+            runner.seat(prefill, list(range(len(rows))), rows)
         last, lengths = np.array([p[-1] for p in prompts], np.int64), np.array([len(p) - 1 for p in prompts])
         texts = [list(prompt) for prompt in prompts]
         worst = 0.0

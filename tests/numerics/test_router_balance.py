@@ -38,8 +38,13 @@ def paper(layers: list[np.ndarray]) -> float:
     return total / len(layers)
 
 
+def sums_of(layers):
+    given = [x.float().softmax(-1) for x in layers]
+    return routing_sums([(scores, scores.topk(TOP).indices) for scores in given])
+
+
 def whole_loss(layers):
-    counts, probabilities = routing_sums(layers, TOP)
+    counts, probabilities = sums_of(layers)
     tokens = torch.tensor(float(len(layers[0])))
     return (balance_weights(counts / tokens, tokens) * probabilities).sum()
 
@@ -71,10 +76,10 @@ def test_parts_add_up_to_the_whole_with_its_gradient():
     layers, parts = logits_of(3), logits_of(3)
     whole_loss(layers).backward()
     tokens = torch.tensor(float(TOKENS))
-    fractions = routing_sums(layers, TOP)[0] / tokens
+    fractions = sums_of(layers)[0] / tokens
     cuts = ((0, 7), (7, 8), (8, TOKENS))
     weights = balance_weights(fractions, tokens)
-    found = [(weights * routing_sums([x[a:b] for x in parts], TOP)[1]).sum() for a, b in cuts]
+    found = [(weights * sums_of([x[a:b] for x in parts])[1]).sum() for a, b in cuts]
     sum(found).backward()
     assert sum(found).item() == pytest.approx(whole_loss(layers).item(), rel=1e-6)
     for one, other in zip(layers, parts, strict=True):
@@ -157,6 +162,6 @@ def test_the_load_becomes_even(path):
 
 def test_a_dense_model_is_refused(tmp_path):
     write_random_qwen3(tmp_path, vocab_size=VOCAB_SIZE)
-    with pytest.raises(ConfigError, match="no routers") as caught:
+    with pytest.raises(ConfigError, match="has no experts") as caught:
         build(str(tmp_path))
     assert len(str(caught.value).splitlines()) == 3

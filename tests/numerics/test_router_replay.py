@@ -11,7 +11,7 @@ from torch import nn
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.step.batch import pack
-from asyncrl.types import routers_of
+from asyncrl.types import decoder_of
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of, with_experts
 from asyncrl_testing.engine_suite import Client, make_request
 from asyncrl_testing.random_model import random_qwen3_moe, write_random_qwen3
@@ -74,6 +74,10 @@ def own_logprobs(model, t, normalises):
     return found
 
 
+def routers_of(model):
+    return [layer.mlp.gate for layer in decoder_of(model).layers]
+
+
 def double(norm_topk_prob):
     model = model_of(norm_topk_prob)
     model.set_experts_implementation("eager")  # the other one has no float64
@@ -89,12 +93,15 @@ def perturb(router, seed, spread):
 def test_log_probabilities_are_those_of_a_forward_pass_through_the_same_experts(path, norm_topk_prob):
     lease, model = with_experts(random_lease(0)), double(norm_topk_prob)
     found = build(path).logprobs(plan_of(lease, 64), lease.trajectories)
+    padded = one_rank.build(path, router_replay="rollout", packing="padded")
+    of_padded = padded.logprobs(plan_of(lease, 64), lease.trajectories)
     free = build(path, "off").logprobs(plan_of(lease, 64), lease.trajectories)
     gaps = []
     for key, t in lease.trajectories.items():
         with torch.no_grad():
             expected = own_logprobs(model, t, norm_topk_prob)
         torch.testing.assert_close(found[key].double(), expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(of_padded[key].double(), expected, atol=2e-5, rtol=1e-5)
         gaps.append((found[key] - free[key]).abs())
     assert torch.cat(gaps).mean() > 0.05, "other experts are another function"
 
@@ -184,7 +191,7 @@ def test_experts_of_another_model_and_models_without_routers_are_refused(path, t
     with pytest.raises(ValueError, match="has no experts"):
         backend.train_step(plan_of(lease, 4096), random_lease(0).trajectories)
     write_random_qwen3(tmp_path, vocab_size=VOCAB_SIZE)
-    with pytest.raises(ConfigError, match="no routers"):
+    with pytest.raises(ConfigError, match="has no experts"):
         build(str(tmp_path))
 
 

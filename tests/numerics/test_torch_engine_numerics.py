@@ -1,6 +1,7 @@
 """What the embedded engine samples and reports against Hugging Face's own forward pass."""
 
 import asyncio
+import json
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
@@ -9,8 +10,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import WeightTransferError
+from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.types import GenerationRequest, SamplingParams
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
@@ -18,6 +23,7 @@ from asyncrl.weights.transports import build_sender
 from asyncrl_testing.engine_suite import Client, make_request, within
 from asyncrl_testing.random_model import greedy_continuation, random_qwen3, write_random_qwen3
 from tests.engines import running, torch_engine
+from tests.processes import ROOT
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("one_thread")]
 
@@ -182,3 +188,33 @@ async def test_an_incomplete_publish_is_refused_by_name(model_path):
         await within(engine.pause("abort"))
         with pytest.raises(WeightTransferError, match=r"layers\.3\.mlp\.gate_proj"):
             await publish(engine, model, 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2", "jamba", "nemotron_h"])
+async def test_recurrent_states_follow_their_requests(name, tmp_path):
+    """Through rows that are taken, given back and moved, with prompts of one token and of many; and in scores."""
+    config = AutoConfig.for_model(**json.loads((ROOT / "tests/families.json").read_text())[name])
+    config.name_or_path, config.eos_token_id, config.use_cache = str(tmp_path), None, False
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    settings = TorchEngineConfig(num_slots=4, chunk_tokens=4, max_model_len=128)
+    rng = np.random.default_rng(1)
+    requests = [
+        make_request(prompt=rng.integers(3, 90, length).tolist(), max_tokens=int(rng.integers(1, 12)), seed=i)
+        for i, length in enumerate([1, 7, 30, 7, 1, 12, 7, 30, 2, 1])
+    ]
+    async with running(TorchEngine(ModelConfig(path=str(tmp_path)), settings, load_real_weights=True)) as engine:
+        clients = await run_all(engine, requests)
+        scored = [
+            replace(
+                make_request(prompt=[*c.request.prompt_ids.tolist(), *c.ids], max_tokens=1),
+                sampling=SamplingParams(max_tokens=1, score_from=len(c.request.prompt_ids)),
+            )
+            for c in clients
+        ]
+        scores = await run_all(engine, scored)
+    for client, score in zip(clients, scores, strict=True):
+        reference = reference_logprobs(model, client)
+        np.testing.assert_allclose(client.logprobs, reference, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(score.logprobs, reference, rtol=0, atol=1e-4)

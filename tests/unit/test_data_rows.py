@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data.rows import ChatMessage, PromptRow, RowReader, parse_json_line, parse_record, to_record
+from asyncrl.data.rows import ChatMessage, PromptRow, RowReader, parse_record, to_record
 from asyncrl.errors import DataError
 
 RECORD = {
@@ -34,7 +34,7 @@ text = st.text(min_size=1).filter(lambda t: t.strip() != "")
 )
 def test_what_is_written_is_read_back(messages, truth, source, extra) -> None:
     row = PromptRow(messages, truth, source, extra, "f:1", ("\0prompt",))
-    assert parse_json_line(json.dumps(to_record(row)), "f:1") == row
+    assert RowReader().line(json.dumps(to_record(row)), "f:1") == row
 
 
 def without(key: str) -> dict:
@@ -73,7 +73,7 @@ def test_a_bad_record_is_refused_by_name(case: str) -> None:
 
 def test_bad_json_names_line_and_column() -> None:
     with pytest.raises(DataError, match=r"train\.jsonl:3\nfound: not JSON: .* at column 12"):
-        parse_json_line('{"prompt": nope}', "train.jsonl:3")
+        RowReader().line('{"prompt": nope}', "train.jsonl:3")
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_bad_json_names_line_and_column() -> None:
 )
 def test_json_that_nobody_can_use_names_the_line(line: str, found: str) -> None:
     with pytest.raises(DataError, match=rf"train\.jsonl:3\nfound: .*{found}"):
-        parse_json_line(line, "train.jsonl:3")
+        RowReader().line(line, "train.jsonl:3")
 
 
 def test_whole_characters_and_backslashes_are_read() -> None:
-    row = parse_json_line('{"prompt": "\\ud83d\\ude00 \\\\ud83d", "answer": "1"}', "f:1")
+    row = RowReader().line('{"prompt": "\\ud83d\\ude00 \\\\ud83d", "answer": "1"}', "f:1")
     assert row.messages[0].content == "\U0001f600 \\ud83d"
 
 
@@ -197,9 +197,9 @@ def test_a_content_in_parts_is_its_text() -> None:
 @pytest.mark.parametrize(
     ("record", "found"),
     [
-        (RECORD | {"images": ["a.png"]}, "images, and only text can be trained"),
+        (RECORD | {"images": ["a.png"]}, "images, and data.image_directory is not set"),
         ({"prompt": "<video> what?", "answer": "1", "video": {"bytes": "x"}}, "video, and only text"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "1"}, r"content\[0\] is dict"),
+        ({"prompt": [{"role": "user", "content": [{"type": "video_url"}]}], "answer": "1"}, r"content\[0\] is dict"),
         ({"conversations": [{"from": "human", "value": [{"type": "audio"}]}], "answer": "1"}, r"value\[0\] is dict"),
         ({"prompt": [ASKED, {"role": "assistant", "tool_calls": ["weather()"]}], "answer": "1"}, "tool_calls has str"),
         ({"conversations": [{"from": "chatgpt", "value": "hi"}]}, "nothing before its reply"),

@@ -217,7 +217,7 @@ def test_what_is_recorded_needs_an_engine_that_records_it_and_experts_need_route
                     require_recording(engine, array, asked, on_cpu=on_cpu)
     require_routers(ModelFacts.of_config("m", CONFIGS["qwen3_moe"]))
     require_routers(ModelFacts("a/name", is_local=False))  # nothing is known yet: the trainer asks again
-    with pytest.raises(ConfigError, match=r"it has no routers(?s:.*)router_replay=off"):
+    with pytest.raises(ConfigError, match=r"it has no experts(?s:.*)router_replay=off"):
         require_routers(ModelFacts.of_config("m", CONFIGS["qwen3"]))
 
 
@@ -229,7 +229,6 @@ def test_what_is_recorded_needs_an_engine_that_records_it_and_experts_need_route
             ["trainer.fsdp.context_parallel=2", "trainer.num_ranks=2"],
             "layers of kind mamba: rows are padded",
         ),
-        ("llama", ["trainer.packing=padded", "trainer.router_replay=rollout"], "those of a packed row"),
         ("llama", ["trainer.packing=padded", "trainer.backend=megatron"], "packed rows only"),
     ],
 )

@@ -30,8 +30,8 @@ class Engine:
     """Prompts take a step too. A full cache is counted and lets everybody go on."""
 
     def __init__(self, asks, *, mode, tokens, places, shares_prompts=False):
-        self.admission = KvAdmission(mode, shares_prompts=shares_prompts)
-        self.admission.learn(KvCapacity(tokens, BLOCK))
+        self.admission = KvAdmission(mode)
+        self.admission.learn(KvCapacity(tokens, BLOCK, shares_prompts))
         self.tokens, self.shares_prompts = tokens, shares_prompts
         self.started, self.ended, self.overfull, self.alone, self.steps, self.busy = [], [], 0, 0, 0, 0
         self.lengths, self.asked = {}, []
@@ -141,7 +141,7 @@ def test_a_prompt_of_more_than_half_the_cache_is_shared_by_its_group():
 
 
 def test_a_prompt_that_was_computed_with_other_weights_is_not_shared():
-    room, key = KvAdmission("expected", shares_prompts=True), []
+    room, key = KvAdmission("expected"), []
     room.learn(KvCapacity(1000, BLOCK))
     for weights in (1, 1, 2):
         stream = RequestStream(make_request(prompt=[5] * 40))
@@ -150,7 +150,7 @@ def test_a_prompt_that_was_computed_with_other_weights_is_not_shared():
     assert key[0] == key[1] != key[2]
     assert room.fits(stream, [], 1), "it starts again with other weights"
     assert stream.prompt_key == key[0]
-    room = KvAdmission("full", shares_prompts=True)
+    room = KvAdmission("full")
     room.learn(KvCapacity(1000, BLOCK))
     room.fits(stream, [], 1)
     assert stream.prompt_key is None, "mode full promises room also where a prompt is computed twice"
@@ -178,8 +178,8 @@ def test_the_history_forgets_and_resumed_responses_count_whole():
     assert 150 <= room.peak_tokens([occupant()]) <= 150 + BLOCK
     resumed = occupant(held=140, response=40, remaining=60)
     assert 150 <= room.peak_tokens([resumed]) <= 150 + BLOCK
-    admission = KvAdmission("expected", shares_prompts=False)
-    admission.learn(KvCapacity(240, BLOCK))
+    admission = KvAdmission("expected")
+    admission.learn(KvCapacity(240, BLOCK, shares_prompts=False))
     asked, running = (RequestStream(make_request(prompt=[1] * n, max_tokens=100)) for n in (20, 50))
     assert not admission.fits(asked, [running], 0)
     for _ in range(HISTORY):
@@ -199,7 +199,7 @@ def test_those_who_end_early_make_room_for_those_who_stay():
 
 
 def test_an_engine_that_tells_no_size_admits_by_places_only():
-    admission = KvAdmission("expected", shares_prompts=True)
+    admission = KvAdmission("expected")
     admission.learn(None)
     running = [RequestStream(make_request(prompt=[1] * 10_000)) for _ in range(9)]
     assert admission.fits(RequestStream(make_request()), running, 0)

@@ -528,6 +528,8 @@ def test_experts_are_replayed_by_the_backend_that_can():
     assert quickstart("trainer.router_replay=rollout").kept_arrays == ("experts",)
     with pytest.raises(ConfigError, match=r"router_replay=rollout with trainer\.compile"):
         quickstart("trainer.router_replay=rollout", "trainer.compile=true")
+    with pytest.raises(ConfigError, match=r"router_aux_coefficient with trainer\.compile"):
+        quickstart("algorithm.router_aux_coefficient=0.1", "trainer.compile=true")
     quickstart("trainer.router_replay=rollout", "trainer.backend=megatron")
     sglang = ["trainer.router_replay=rollout", "rollout.engine=sglang", "rollout.sglang.stream_interval=1"]
     for interrupt in ("keep", "abort_resume"):

@@ -74,25 +74,22 @@ class ForkServer:
         if sys.platform != "linux" or any(map(os.path.exists, _GPUS)) or os.environ.get(SWITCH) == "0":
             return
         try:
-            self._start(environment, modules, model)
+            self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-fork-"))  # 0700: nobody else may ask
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(self.directory / "socket"))
+                listener.listen(128)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(listener.fileno()), str(self.directory), model, *modules],
+                    env=dict(environment),
+                    pass_fds=[listener.fileno()],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C on a terminal reaches the driver, not this
+                )
         except OSError as error:  # no room, no processes, or a path that is too long for a socket
             logger.warning("processes are not forked but started anew: %s", error)
             self.close()
-
-    def _start(self, environment: Mapping[str, str], modules: Sequence[str], model: str) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="asyncrl-fork-"))  # 0700: nobody else may ask
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(self.directory / "socket"))
-            listener.listen(128)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(listener.fileno()), str(self.directory), model, *modules],
-                env=dict(environment),
-                pass_fds=[listener.fileno()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C on a terminal reaches the driver, not this
-            )
 
     @contextlib.contextmanager
     def asked_by_ray(self, constants: Any) -> Iterator[None]:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -59,21 +60,17 @@ class Janitor:
     def remove_later(self, path: Path) -> None:
         """Schedules this file or directory for removal at the end of the run."""
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # the janitor was killed: nothing is cleaned up, which does not harm the run
             self._process.stdin.write(f"{path}\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # the janitor was killed: nothing is cleaned up, which does not harm the run
-            pass
 
     def close(self) -> None:
         """Makes the janitor clean up, and waits until it has exited."""
         assert self._process.stdin is not None
         if (code := self._process.poll()) is not None:
             logger.warning("the janitor of this run has ended early with %d: nobody cleans up", code)
-        try:
+        with suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             self._process.wait(GRACE_S + 2 * KILL_S)
         except subprocess.TimeoutExpired:
@@ -90,11 +87,9 @@ def processes_of(run_id: str) -> list[psutil.Process]:
     """The living processes on this machine that belong to a run, except this process and its parent."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
             if process.environ().get(RUN_VARIABLE) == run_id and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except (psutil.Error, OSError):
-            continue  # it has ended, or belongs to another user
     own = psutil.Process()
     return [process for process in found if process not in (own, own.parent())]
 
@@ -103,10 +98,8 @@ def children_of(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
     """All descendants of these processes."""
     found: set[psutil.Process] = set()
     for process in processes:
-        try:
+        with suppress(psutil.Error):  # it has ended
             found.update(process.children(recursive=True))
-        except psutil.Error:
-            continue  # it has ended
     return found
 
 
@@ -128,10 +121,8 @@ def clean(run_id: str, seen: Collection[psutil.Process], paths: Iterable[Path]) 
     # Phase 2: kill the rest, repeatedly: a killed process may have started another.
     while left and time.monotonic() < deadline + KILL_S:
         for process in left:
-            try:
+            with suppress(psutil.Error):  # it ended before the kill
                 process.kill()
-            except psutil.Error:
-                pass  # it ended before the kill
         psutil.wait_procs(left, timeout=1.0)
         left = living()
     # Phase 3: files and shared memory, which no process uses any more.

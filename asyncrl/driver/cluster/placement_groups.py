@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -53,10 +54,7 @@ class PlacementGroups:
     def of_replica(self, replica_id: int) -> ReplicaPlacement | None:
         """The place of every process of this replica, including replacements; None: anywhere. A replica that joined
         later needs `ready` first."""
-
-        async def ready(timeout_s: float) -> None:
-            await self.ready(replica_id, timeout_s)
-
+        ready = functools.partial(self.ready, replica_id)
         if self._group is None:
             if self._only_node is None or replica_id in self._of_replica:
                 return None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from asyncrl.inference.replica import Replica
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient, ActorHandle
 from asyncrl.remote.waits import replica
-from asyncrl.types import GenerationRequest, ReplicaRow, ReplicaStats, ReplicaTable, TokenChunk
+from asyncrl.types import GenerationRequest, ReplicaStats, ReplicaTable, TokenChunk
 
 _NUMBERS = itertools.count()
 """Numbers the channels of this process; the owner of the replicas makes tables, and channels with them."""
@@ -51,10 +51,8 @@ class ReplicaActorChannel:
 
 def channels(table: ReplicaTable, client_id: str, *, external: bool = False) -> ReplicaTable:
     """The table with each replica's control replaced by a channel of this client."""
-
-    def channel(replica_id: int, row: ReplicaRow) -> ReplicaActorChannel:
-        return ReplicaActorChannel(
-            replica_id, row.handle.handle, client_id, external=external, incarnation=row.incarnation
-        )
-
-    return replace(table, rows={i: replace(row, handle=channel(i, row)) for i, row in table.rows.items()})
+    rows = {}
+    for i, row in table.rows.items():
+        channel = ReplicaActorChannel(i, row.handle.handle, client_id, external=external, incarnation=row.incarnation)
+        rows[i] = replace(row, handle=channel)
+    return replace(table, rows=rows)

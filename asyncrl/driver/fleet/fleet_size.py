@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from asyncrl.config.rollout import MOST_REPLICAS
 from asyncrl.errors import ConfigError, NoPlace, explain
+from asyncrl.remote.tasks import cancel
 from asyncrl.types import FleetReport, ReplicaState, events
 
 if TYPE_CHECKING:
@@ -167,9 +168,7 @@ class FleetSize:
         finally:
             waits = list(self._waits.values())
             self._waits.clear()
-            for task in waits:
-                task.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+            await cancel(*waits)
 
     async def _look(self) -> None:
         for task in list(self._waits.values()):

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.cluster.placement import Bundle, fit
+from asyncrl.driver.cluster.ray_session import Cluster
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
 from asyncrl.driver.fleet.standalone import standalone_pool
 from asyncrl.errors import RunFailed, explain
 from asyncrl.inference.engines import ENGINES
+from asyncrl.observability.events import EventLog
 from asyncrl.remote.tasks import concurrently
 from asyncrl.types import ReplicaTable
 from asyncrl.types.events import Event, ModelReplicaChanged, ReplicaEvent
@@ -30,10 +32,6 @@ class ClusterGpus:
     total: float
     free_of_nodes: tuple[int, ...]
 
-    @property
-    def free(self) -> int:
-        return sum(self.free_of_nodes)
-
 
 def pool_gpus(recipe: Recipe, gpus: ClusterGpus) -> dict[str, float]:
     """GPUs of one replica of each pool; 0: computes on a CPU. Engines that take whole GPUs come first; embedded engines
@@ -46,12 +44,13 @@ def pool_gpus(recipe: Recipe, gpus: ClusterGpus) -> dict[str, float]:
     settings = {key: replicas for key, (_, replicas) in recipe.pools.items()}
     whole = {key: r.settings.num_workers for key, r in settings.items() if ENGINES[r.engine].takes_whole_gpus}
     sharing = [key for key, r in settings.items() if key not in whole and r.torch.device != "cpu"]
-    left = gpus.free - sum(each * settings[key].num_replicas for key, each in whole.items())
+    free = sum(gpus.free_of_nodes)
+    left = free - sum(each * settings[key].num_replicas for key, each in whole.items())
     bundles = [Bundle(each) for key, each in whole.items() for _ in range(settings[key].num_replicas)]
     require(
         left >= (1 if sharing else 0) and fit(bundles, gpus.free_of_nodes) is not None,
         asked=f"replicas of {' and '.join([*whole, *sharing])} beside those of the policy and the trainer ranks",
-        found=f"of {gpus.total:g} GPUs these leave {gpus.free}: {', '.join(map(str, gpus.free_of_nodes)) or 0} on each "
+        found=f"of {gpus.total:g} GPUs these leave {free}: {', '.join(map(str, gpus.free_of_nodes)) or 0} on each "
         "node, and a replica lives on one",
         do="add GPUs, lower the number of replicas or ranks, or set "
         + " and ".join(f"{key}.engine=torch with {key}.torch.device=cpu" for key in (*whole, *sharing)),
@@ -72,24 +71,10 @@ class ModelPools:
     Stops when: `stop` is called. `watch` raises once a pool has spent its budget.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        gpus: ClusterGpus,
-        environment: Callable[[str], Mapping[str, str]],
-        on_event: Callable[[Event], None],
-    ) -> None:
-        """
-        Args:
-            gpus: the free GPUs are for the pools.
-            environment: name of an engine -> environment variables of its processes.
-            on_event: `EventLog.write`.
-
-        Raises ConfigError if too few GPUs are left.
-        """
+    def __init__(self, recipe: Recipe, gpus: ClusterGpus, cluster: Cluster, events: EventLog) -> None:
+        """`gpus`: the free ones are for the pools. Raises ConfigError if too few are left."""
         self._recipe = recipe
-        self._on_event = on_event
+        self._events = events
         self._listener: Listener | None = None
         self._pools: dict[str, ReplicaPool] = {}
         of_replica = pool_gpus(recipe, gpus)
@@ -98,7 +83,7 @@ class ModelPools:
                 pool.model,
                 replicas,
                 recipe.recovery,
-                environment=environment(replicas.engine),
+                environment=cluster.engine_environment(replicas.engine),
                 start_timeout_s=recipe.ray.start_timeout_s,
                 gpus=of_replica[key],
                 on_event=lambda event, key=key: self._changed(key, event),
@@ -127,9 +112,8 @@ class ModelPools:
                 await pool.watch()
             except RunFailed as error:
                 found = f"its replicas failed too often: {error}"
-                raise RunFailed(
-                    explain(f"the {key} ({key}.path)", found, "see the log; raise recovery.max_replica_restarts")
-                ) from error
+                do = "see the log; raise recovery.max_replica_restarts"
+                raise RunFailed(explain(f"the {key} ({key}.path)", found, do)) from error
 
         await concurrently(one(key, pool) for key, pool in self._pools.items())
 
@@ -146,4 +130,4 @@ class ModelPools:
     def _changed(self, key: str, event: Event) -> None:
         if isinstance(event, ReplicaEvent):
             error = str(getattr(event, "error", ""))
-            self._on_event(ModelReplicaChanged(key, event.replica, event.kind, error))
+            self._events.write(ModelReplicaChanged(key, event.replica, event.kind, error))

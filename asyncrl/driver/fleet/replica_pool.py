@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 from asyncrl.driver.fleet.device_turns import SharedDevices
@@ -20,6 +20,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RunFaile
 from asyncrl.inference.replica import GRACE_S, Replica
 from asyncrl.inference.replica_actor import ReplicaControl
 from asyncrl.remote.failure_policy import RestartBudget
+from asyncrl.remote.tasks import cancel
 from asyncrl.types import ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, events
 
 logger = logging.getLogger(__name__)
@@ -98,17 +99,12 @@ class ReplicaPool:
     @property
     def table(self) -> ReplicaTable:
         """All replicas, for the listener."""
-        members = self._membership.members
         asleep = frozenset[int]() if self._devices is None else self._devices.turns.asleep
-        return ReplicaTable(
-            self._membership.generation,
-            {
-                i: ReplicaRow(
-                    self._controls[i], m.state, m.incarnation, m.version, self._details.get(i, ""), i in asleep
-                )
-                for i, m in members.items()
-            },
-        )
+        rows = {}
+        for i, member in self._membership.members.items():
+            state, detail = member.state, self._details.get(i, "")
+            rows[i] = ReplicaRow(self._controls[i], state, member.incarnation, member.version, detail, i in asleep)
+        return ReplicaTable(self._membership.generation, rows)
 
     async def set_listener(self, listener: Listener | None) -> None:
         """Sends the table to this listener, now and after each change; None: to nobody. Raises the listener's
@@ -133,10 +129,8 @@ class ReplicaPool:
         async def one(replica_id: int, control: ReplicaControl) -> None:
             try:
                 await self._load(replica_id, control)
-            except ConfigError:
-                raise
             except Exception as error:
-                if len(failed) >= spare:
+                if isinstance(error, ConfigError) or len(failed) >= spare:
                     raise
                 failed[replica_id] = error
             else:
@@ -170,9 +164,8 @@ class ReplicaPool:
                 while not self.members:
                     await self._wait_change()
         except TimeoutError:
-            raise DeadlineExceeded(
-                explain("a replica to publish to", f"none was up within {timeout_s:.1f} s", "see the log of the run")
-            ) from None
+            found, do = f"none was up within {timeout_s:.1f} s", "see the log of the run"
+            raise DeadlineExceeded(explain("a replica to publish to", found, do)) from None
 
     async def watch(self) -> None:
         """Checks the health of every member and resends the table (a connection can break although no process died),
@@ -206,10 +199,7 @@ class ReplicaPool:
     async def stop(self, timeout_s: float) -> None:
         """Asks every replica to stop, then kills it. Replacements end."""
         self._stopping = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         controls = list(self._controls.values())
         stops = (control.call(timeout_s, Replica.stop) for control in controls)
         for outcome in await asyncio.gather(*stops, return_exceptions=True):
@@ -339,21 +329,24 @@ class ReplicaPool:
 
     def _current(self, controls: Mapping[int, ReplicaControl]) -> list[int]:
         """The ids in `controls` that were not replaced or suspended since, and are not leaving."""
-        return [i for i, control in controls.items() if self._controls.get(i) is control and not self._leaves(i)]
+        leaving = self._membership.those("leaving")
+        return [i for i, control in controls.items() if self._controls.get(i) is control and i not in leaving]
 
-    def _leaves(self, replica_id: int) -> bool:
-        return self._membership.members[replica_id].state == "leaving"
-
-    async def _reset(self, replica_id: int, control: ReplicaControl, becomes: int = 0) -> bool:
-        """Makes the replica, `becomes` incarnations later, forget its requests; False if it failed."""
-        limit_s = self._settings.health_timeout_s
+    async def _succeeds(self, replica_id: int, control: ReplicaControl, work: Awaitable[None]) -> bool:
+        """Awaits work of a replica; False if it failed, which is then the failure of the replica."""
         try:
-            incarnation = self._membership.members[replica_id].incarnation + becomes
-            await control.call(limit_s + GRACE_S, Replica.reset, limit_s, incarnation)
+            await work
         except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
             self.fail(replica_id, control, error)
             return False
         return True
+
+    async def _reset(self, replica_id: int, control: ReplicaControl, becomes: int = 0) -> bool:
+        """Makes the replica, `becomes` incarnations later, forget its requests; False if it failed."""
+        limit_s = self._settings.health_timeout_s
+        incarnation = self._membership.members[replica_id].incarnation + becomes
+        reset = control.call(limit_s + GRACE_S, Replica.reset, limit_s, incarnation)
+        return await self._succeeds(replica_id, control, reset)
 
     def _suspend(self, replica_id: int, control: ReplicaControl, why: BaseException | str) -> None:
         logger.warning("replica %d is late and suspended: %s", replica_id, why)
@@ -367,12 +360,8 @@ class ReplicaPool:
 
     async def _rejoin(self, replica_id: int, control: ReplicaControl, why: BaseException | str) -> None:
         """Makes a suspended replica a newcomer once it answers again; fails it if it is dead or takes too long."""
-        try:
-            await self._answer_again(replica_id, control, why)
-        except Exception as failure:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
-            self.fail(replica_id, control, failure)
-            return
-        if self._is_awaited(replica_id, control):
+        answers = await self._succeeds(replica_id, control, self._answer_again(replica_id, control, why))
+        if answers and self._is_awaited(replica_id, control):
             self._membership.apply(replica_id, "answered")
             self._on_event(events.ReplicaRejoined(replica_id))
             self._changed.set()
@@ -415,24 +404,16 @@ class ReplicaPool:
             control = self._controls[replica_id] = self._spawn(replica_id)
             self._spawn_task(self._start(replica_id, control, delay_s), f"replace replica {replica_id}")
         else:
-            self.failure = RunFailed(
-                explain(
-                    f"replica {replica_id} to serve",
-                    f"it failed after {self._budget.total} replacement(s) in this run, {self._budget}: {why}",
-                    "see the log of the run; raise recovery.max_replica_restarts, or go on with resume=auto",
-                )
-            )
+            found = f"it failed after {self._budget.total} replacement(s) in this run, {self._budget}: {why}"
+            do = "see the log of the run; raise recovery.max_replica_restarts, or go on with resume=auto"
+            self.failure = RunFailed(explain(f"replica {replica_id} to serve", found, do))
             self._changed.set()
         self._tell_soon(replica_id)
 
     async def _start(self, replica_id: int, control: ReplicaControl, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        try:
-            await self._load(replica_id, control)
-        except Exception as error:  # noqa: BLE001 - task boundary: it becomes the failure of this replica
-            self.fail(replica_id, control, error)
-            return
-        if self._is_awaited(replica_id, control):
+        loads = await self._succeeds(replica_id, control, self._load(replica_id, control))
+        if loads and self._is_awaited(replica_id, control):
             self._came_up(replica_id)
             self._on_event(events.ReplicaStarted(replica_id))
             self._changed.set()

@@ -21,7 +21,7 @@ from asyncrl.driver.fleet.actor_channels import channels
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.failure_policy import FailureAction, RestartBudget, failure_action
-from asyncrl.remote.tasks import concurrently
+from asyncrl.remote.tasks import cancel, concurrently, retrieved
 from asyncrl.remote.waits import FOREVER_S, ROLLOUTER
 from asyncrl.rollout.rollouter import Rollouter
 from asyncrl.types import EvalResult, PartialGroup, ReplicaTable, RolloutStats, Trajectory
@@ -180,10 +180,7 @@ class Rollouters:
     async def stop(self, timeout_s: float) -> None:
         """Asks all to stop, then kills them. Raises the first error of a call."""
         self._stopping = True
-        forgetting = list(self._forgetting)
-        for task in forgetting:
-            task.cancel()
-        await asyncio.gather(*forgetting, return_exceptions=True)
+        await cancel(*self._forgetting)
         alive = [m.current.actor for m in self._members if m.current.failure is None]
         stops = [actor.call(timeout_s, Rollouter.stop) for actor in alive]
         try:
@@ -242,13 +239,9 @@ class Rollouters:
             logger.error("the rollouter has failed: %s", failure)
             self._on_event(RollouterFailed(str(failure), restarts=self._budget.total))
             if not self._budget.take():
-                raise RunFailed(
-                    explain(
-                        "the rollouter to go on",
-                        f"it failed after {self._budget}: {failure}",
-                        "see the log of the run; raise recovery.max_restarts, or go on with resume=auto",
-                    )
-                ).of(ROLLOUTER) from failure
+                found = f"it failed after {self._budget}: {failure}"
+                do = "see the log of the run; raise recovery.max_restarts, or go on with resume=auto"
+                raise RunFailed(explain("the rollouter to go on", found, do)).of(ROLLOUTER) from failure
             # Requeue before the start: the queue then refuses late calls of the dead client.
             started_s = time.monotonic()
             taken = await self._take_back(f"the rollouter failed: {failure}", dead.client_id)
@@ -261,11 +254,10 @@ class Rollouters:
             except (ProcessDied, DeadlineExceeded) as error:
                 if not self._is_gone(member, member.current, error):
                     self._give_up(member, member.current, ProcessDied(f"it could not start: {error}").of(ROLLOUTER))
-                assert member.current.failure is not None
-                failure = member.current.failure
-                continue
-            self._on_event(RollouterRestarted(time.monotonic() - started_s, groups=taken))
-            return
+                failure = member.current.failure or failure
+            else:
+                self._on_event(RollouterRestarted(time.monotonic() - started_s, groups=taken))
+                return
 
     async def _drop(self, client_id: str) -> None:
         try:
@@ -337,7 +329,7 @@ class Rollouters:
         finally:
             given_up.cancel()
             answer.cancel()
-            answer.add_done_callback(_seen)
+            answer.add_done_callback(retrieved)
 
     def _is_gone(self, member: _Member, current: _Incarnation, error: AsyncRLError) -> bool:
         """True if `error` says that this process is dead; then drops the process."""
@@ -368,12 +360,6 @@ class Rollouters:
 def _is_its_own(error: AsyncRLError) -> bool:
     """True if the rollouter itself failed, not a process that it needs."""
     return failure_action(error.process, error, restarts_left=True) is FailureAction.RESTART_ROLLOUTER
-
-
-def _seen(task: asyncio.Task[Any]) -> None:
-    """Marks the error of an abandoned call as retrieved."""
-    if not task.cancelled():
-        task.exception()
 
 
 def together(stats: Sequence[RolloutStats]) -> RolloutStats:

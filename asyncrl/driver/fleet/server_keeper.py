@@ -14,6 +14,7 @@ from asyncrl.driver.fleet.actor_channels import channels
 from asyncrl.errors import AsyncRLError, ProcessDied
 from asyncrl.remote.actor_client import ActorClient
 from asyncrl.remote.failure_policy import RestartBudget
+from asyncrl.remote.tasks import cancel
 from asyncrl.remote.waits import FOREVER_S
 from asyncrl.serving.run_server import RunServer
 from asyncrl.types import ReplicaTable, RunServerReport, RunServerStats
@@ -66,19 +67,18 @@ class ServerKeeper:
         self._current: ActorClient[RunServer] | None = None
         self._task: asyncio.Task[None] | None = None
         self._stats: RunServerStats | None = None
+        """Of the present server; None while none is up."""
         self._refused_before = 0
         """Requests that ended servers refused."""
-        self._up = self._stopping = False
+        self._stopping = False
 
     @property
     def report(self) -> RunServerReport:
         """The server at its last health check, and the counts of all servers so far."""
         stats = self._stats
-        if stats is None or not self._up:
-            return RunServerReport(False, 0, 0, self._refused_before, self._budget.total)
-        return RunServerReport(
-            True, stats.running, stats.waiting, self._refused_before + stats.refused, self._budget.total
-        )
+        running, waiting, refused = (0, 0, 0) if stats is None else (stats.running, stats.waiting, stats.refused)
+        refused += self._refused_before
+        return RunServerReport(stats is not None, running, waiting, refused, self._budget.total)
 
     def set_replicas(self, table: ReplicaTable) -> None:
         """Schedules sending the table, whose handles are the replicas' controls, to the server."""
@@ -94,15 +94,14 @@ class ServerKeeper:
         """Asks the server to stop, then kills it."""
         self._stopping = True
         current, task = self._current, self._task
-        if current is not None and task is not None and self._up:
+        if current is not None and task is not None and self._stats is not None:
             try:
                 await current.call(timeout_s, RunServer.stop)
                 await asyncio.wait([task], timeout=timeout_s)
             except AsyncRLError as error:
                 logger.info("while stopping: %s", error)
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)
         if current is not None:
             current.kill()
         self._remove_file()
@@ -119,8 +118,8 @@ class ServerKeeper:
                 failure = error
             if self._stopping:
                 return
-            self._refused_before += self._stats.refused if self._stats is not None else 0
-            self._up, self._stats = False, None
+            self._refused_before = self.report.refused
+            self._stats = None
             await self._clear(current, client_id)
             if not self._budget.take():
                 logger.error(
@@ -142,7 +141,6 @@ class ServerKeeper:
         # Lasts as long as the run; the health checks below bound it.
         running = asyncio.create_task(current.call(FOREVER_S, RunServer.run), name="run of the server")
         told: ReplicaTable | None = None
-        self._up = True
         try:
             # Each round sends a new table, if any, and checks the health; a new table starts the next round early.
             while not running.done():
@@ -159,8 +157,7 @@ class ServerKeeper:
                 change.cancel()
             await running
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await cancel(running)
 
     async def _clear(self, current: ActorClient[RunServer] | None, client_id: str) -> None:
         """Removes the remains of a dead server: its process, its file, and its requests at the replicas."""

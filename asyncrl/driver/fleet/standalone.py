@@ -3,17 +3,15 @@ other models of a run."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.run import RecoveryConfig
 from asyncrl.driver.fleet.membership import PoolSettings
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
-from asyncrl.inference.replica_actor import replica_gpus, require_gpus, spawn_replica
+from asyncrl.inference.replica_actor import ReplicaControl, replica_gpus, require_gpus, spawn_replica
 from asyncrl.types.events import Event
 
 logger = logging.getLogger(__name__)
@@ -48,7 +46,6 @@ def standalone_pool(
     if gpus is None:
         gpus = replica_gpus(rollout)
         require_gpus(gpus, rollout.num_replicas)
-    options: dict[str, Any] = {"num_gpus": gpus, "environment": environment, "load_real_weights": True}
     settings = PoolSettings(
         recovery.replica_restarts(rollout.num_replicas),
         start_timeout_s=start_timeout_s,
@@ -58,5 +55,8 @@ def standalone_pool(
         quorum=rollout.start_quorum,
         serves_at_once=True,
     )
-    spawn = functools.partial(spawn_replica, rollout, model, **options)
+
+    def spawn(replica_id: int) -> ReplicaControl:
+        return spawn_replica(rollout, model, replica_id, num_gpus=gpus, environment=environment, load_real_weights=True)
+
     return ReplicaPool(spawn, rollout.num_replicas, settings, on_event=on_event)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import ray
@@ -21,6 +21,7 @@ from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, cause, e
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.remote.actor_client import ActorClient, ActorHandle
 from asyncrl.remote.reply import reply_now
+from asyncrl.remote.tasks import cancel
 from asyncrl.remote.waits import MESSAGE_QUEUE, trainer_rank
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.trainer_worker import TrainerWorker
@@ -40,8 +41,8 @@ from asyncrl.types import (
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 FETCH_TIMEOUT_S = 120.0
 BLAME_S = 5.0
@@ -100,10 +101,8 @@ class TrainerPool:
             ConfigError: the model cannot be read or trained.
             DeadlineExceeded, ProcessDied: naming the rank. Nothing is left running.
         """
-        options: dict[str, Any] = {
-            "num_cpus": 0,  # the run places the ranks, not Ray's count of cores
-            "num_gpus": num_gpus_per_rank,
-        }
+        # No CPUs: the run places the ranks, not Ray's count of cores.
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus_per_rank}
         if num_gpus_per_rank == 0:
             options["runtime_env"] = {"env_vars": spec.environment}
         elif spec.trainer.device == "auto":  # the GPU is reserved: no rank may silently train on a CPU
@@ -269,13 +268,9 @@ class TrainerPool:
         await asyncio.gather(*(actor.ended(timeout_s, TrainerWorker.ping) for actor in self._killed))
 
     async def _on_all(
-        self,
-        timeout_s: float,
-        method: Callable[Concatenate[TrainerWorker, P], Awaitable[T]],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, timeout_s: float, method: Callable[[TrainerWorker, *Ts], Awaitable[T]], *args: *Ts
     ) -> list[T]:
-        calls = [actor.call(timeout_s, method, *args, **kwargs) for actor in self._actors]
+        calls = [actor.call(timeout_s, method, *args) for actor in self._actors]
         return await self._together(calls, method.__name__)
 
     async def _together(self, calls: Sequence[Coroutine[Any, Any, T]], method: str) -> list[T]:
@@ -296,9 +291,7 @@ class TrainerPool:
                 raise await self._to_blame(method, errors, unanswered)
             return [task.result() for task in tasks]
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
 
     async def _to_blame(
         self, method: str, errors: dict[int, BaseException], unanswered: Iterable[ActorClient]

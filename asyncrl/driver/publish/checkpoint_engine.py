@@ -34,11 +34,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.config.recipe import Interrupt
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.driver.publish.verdict import all_late, any_late, blamed, is_gone, is_trainers, verdict
-from asyncrl.errors import (
-    DeadlineExceeded,
-    WeightTransferError,
-    explain,
-)
+from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.inference.replica import GRACE_S, Replica
 from asyncrl.types import (
     Digest,
@@ -170,13 +166,10 @@ class CheckpointEngine:
                 publish.verify = publish.verify or self._is_verified(scheduled=False)
             if time.monotonic() > publish.deadline:
                 lacking = ", ".join(f"replica {i}" for i in pending)
-                raise DeadlineExceeded(
-                    explain(
-                        f"publish version {version} within {self._config.publish_timeout_s:g} s",
-                        f"after {publish.attempts} transfer(s) {lacking} does not serve it",
-                        "see the log for the transfers that failed, or raise weights.publish_timeout_s",
-                    )
-                )
+                asked = f"publish version {version} within {self._config.publish_timeout_s:g} s"
+                found = f"after {publish.attempts} transfer(s) {lacking} does not serve it"
+                do = "see the log for the transfers that failed, or raise weights.publish_timeout_s"
+                raise DeadlineExceeded(explain(asked, found, do))
             done |= await self._reach(publish, self._wave(publish, pending))
             publish.served = publish.served or bool(done)
             # Replicas that are neither done nor members were replaced or suspended: they join a later publish.
@@ -434,9 +427,8 @@ class CheckpointEngine:
         logger.error("publish of version %s: %s", publish.version, found)
         if follows == "stop":
             do = "the trainer and the engine disagree about this tensor, or the memory of this machine is faulty"
-            raise WeightTransferError(
-                explain(f"publish version {publish.version} to a replica that was replaced", found, do)
-            )
+            asked = f"publish version {publish.version} to a replica that was replaced"
+            raise WeightTransferError(explain(asked, found, do))
         if follows == "replace":
             self._distrusted.add(replica_id)
             self._fleet.fail(replica_id, control, WeightTransferError(found))

@@ -52,17 +52,13 @@ def verdict(
         names: tensor names, in the order of the digest's numbers.
         retries_left: remaining retries of transfers without a culprit.
     """
-    wrong = {
-        i: why
-        for i, found in received.items()
-        if i not in lost and not is_gone(found) and (why := fault(sent, found, names)) is not None
-    }
     fates: dict[int, Fate] = {}
+    wrong: dict[int, str] = {}
     for i, found in received.items():
         if i in lost or is_gone(found):
             fates[i] = "lost"
-        elif i in wrong:
-            fates[i] = "wrong"
+        elif (why := fault(sent, found, names)) is not None:
+            fates[i], wrong[i] = "wrong", why
         else:
             fates[i] = "again" if isinstance(sent, BaseException) else "ok"
     if not isinstance(sent, BaseException) or set(fates.values()) != {"again"}:

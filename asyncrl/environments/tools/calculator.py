@@ -35,8 +35,7 @@ class Calculator:
 
     def call(self, expression: str) -> str:
         """An integer, else a fraction and its decimal value. Raises ValueError, ZeroDivisionError."""
-        if not isinstance(expression, str):
-            expression = str(expression)
+        expression = str(expression)
         if len(expression) > MAX_EXPRESSION_CHARS:
             raise ValueError(f"an expression has at most {MAX_EXPRESSION_CHARS} characters")
         try:

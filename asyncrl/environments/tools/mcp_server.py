@@ -17,6 +17,7 @@ from asyncrl.config.environments import McpServerConfig
 from asyncrl.environments.observation import MAX_TEXT_CHARS
 from asyncrl.environments.tools.tool import ToolResult
 from asyncrl.errors import AsyncRLError, ConfigError, Process, ProcessDied, explain
+from asyncrl.remote.tasks import end
 
 if TYPE_CHECKING:
     import mcp
@@ -103,10 +104,7 @@ class McpServer:
         """Ends the connection and the server's process. Idempotent."""
         self._closed = True
         self._ended.set()
-        if self._owner is not None:
-            await asyncio.wait([self._owner], timeout=_CLOSE_S)
-            self._owner.cancel()
-            await asyncio.gather(self._owner, return_exceptions=True)
+        await end(self._owner, patience_s=_CLOSE_S)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

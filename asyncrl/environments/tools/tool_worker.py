@@ -17,9 +17,7 @@ from asyncrl.workers.worker_loop import serve
 def _caller(config: ToolUseConfig) -> Callable[[tuple[str, Mapping[str, Any]]], ToolResult]:
     tools = {tool.name: tool for tool in build_tools(config)}
     for tool in tools.values():
-        start = getattr(tool, "start", None)
-        if start is not None:
-            start()
+        getattr(tool, "start", lambda: None)()
     return lambda request: call(tools, *request)
 
 

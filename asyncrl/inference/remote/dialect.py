@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import ConfigError, explain
@@ -22,6 +23,7 @@ NO_FILTERS = (
 """(found, do) of the error if `ServerDialect.filters` is False."""
 UNAVAILABLE = 503
 """Status of a server whose engine is dead or starting, and of a gateway whose server is down."""
+_DATA = "data: "
 ASK_S = 60.0
 """Time per answer when a server is asked to describe itself: the first takes seconds."""
 
@@ -40,10 +42,10 @@ class ModelTokens:
     eos: frozenset[int]
 
 
-class AnswerReader(Protocol):
-    """Reads the streamed answer to one request."""
+class AnswerReader:
+    """Reads the streamed answer to one request, a line at a time."""
 
-    over: bool
+    over = False
     """The response has ended here, but the server keeps sampling until it gets an abort."""
 
     def take(self, line: str) -> Output | None:
@@ -55,7 +57,13 @@ class AnswerReader(Protocol):
             ForeignWeights: as `Labels.version`.
             ValueError, LookupError, TypeError: malformed line.
         """
-        ...
+        if not line.startswith(_DATA) or line == f"{_DATA}[DONE]":
+            return None
+        return self._output(json.loads(line.removeprefix(_DATA)))
+
+    def _output(self, held: Any) -> Output | None:
+        """`held`: the line's JSON."""
+        raise NotImplementedError
 
 
 class ServerDialect(ABC):

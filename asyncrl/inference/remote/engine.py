@@ -7,7 +7,6 @@ import contextlib
 import logging
 import secrets
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -49,12 +48,9 @@ class RemoteStream(StampedStream):
 
     def __init__(self, request: GenerationRequest) -> None:
         super().__init__(request)
-        self.rid = ""
-        """Id of the current attempt. The server may still know the previous one."""
         self.reading: asyncio.Task[None] | None = None
 
     def enter(self) -> None:
-        self.rid = uuid.uuid4().hex
         super().enter()
         self.entered.set()  # unknown whether the server has it; without a token it starts again
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import httpx
 
-from asyncrl.config.checks import require
 from asyncrl.config.serving import check_key
+from asyncrl.errors import ConfigError, explain
 
 _CONNECT_S = 10.0
 _IDLE_S = 2.0
@@ -51,12 +51,9 @@ def read_key(variable: str) -> str | None:
         return None
     key = os.environ.get(variable)
     asked = f"rollout.remote.api_key_env={variable}"
-    require(
-        key is not None,
-        asked=asked,
-        found="this process has no such environment variable",
-        do=f"export {variable} before the run starts, on a cluster before Ray starts on each machine",
-    )
+    if key is None:
+        do = f"export {variable} before the run starts, on a cluster before Ray starts on each machine"
+        raise ConfigError(explain(asked, "this process has no such environment variable", do))
     check_key(key, asked=asked, do=f"set {variable} to the key of the servers")
     return key
 

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from asyncrl.errors import BadRequest, GenerationError, explain
-from asyncrl.inference.remote.dialect import Labels
+from asyncrl.inference.remote.dialect import AnswerReader, Labels
 from asyncrl.inference.sglang.outputs import output_of
 from asyncrl.inference.sglang.sampling_params import Asked
 from asyncrl.inference.shared.stamped_stream import Output
 
 GENERATE = "/generate"
-_DATA, _DONE = "data: ", "[DONE]"
 _FILTER = json.dumps({"callable": b"casyncrl.inference.sglang.logit_filter\nLogitFilter\n.".hex()})
 """`LogitFilter` as SGLang's `CustomLogitProcessor.to_str` writes it: its name, pickled."""
 HOT, COLD = 1e6, 2e-6
@@ -43,8 +42,8 @@ def body_of(asked: Asked) -> dict[str, Any]:
     return body
 
 
-class SglangReader:
-    """An `AnswerReader`. If SGLang ignores the request's stop tokens, the response is cut here; its last line, after
+class SglangReader(AnswerReader):
+    """If SGLang ignores the request's stop tokens, the response is cut here; its last line, after
     the abort, still reports the versions of its tokens."""
 
     def __init__(self, asked_id: str, labels: Labels, *, incremental: bool, stops: Collection[int], cut: bool) -> None:
@@ -61,12 +60,8 @@ class SglangReader:
         """Last token received."""
         self._end: int | None = None
         """Length of a response that was cut."""
-        self.over = False
 
-    def take(self, line: str) -> Output | None:
-        if not line.startswith(_DATA) or line == _DATA + _DONE:
-            return None
-        held = json.loads(line.removeprefix(_DATA))
+    def _output(self, held: Any) -> Output | None:
         if "error" in held:
             error = held["error"]
             raise self._refusal(error if isinstance(error, dict) else {"message": error})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -20,8 +19,6 @@ from asyncrl.inference.shared.request_checks import samplable_stops
 from asyncrl.inference.shared.stamped_stream import Output
 from asyncrl.inference.vllm.sampling_params import stream_seed
 from asyncrl.types import GenerationRequest, ModelFacts
-
-_DATA, _DONE = "data: ", "[DONE]"
 
 
 class VllmDialect(ServerDialect):
@@ -102,18 +99,13 @@ class VllmDialect(ServerDialect):
         return ReloadPublishCalls(client, _reload)
 
 
-class VllmReader:
-    """An `AnswerReader`; lines are deltas."""
-
-    over = False
+class VllmReader(AnswerReader):
+    """Lines are deltas."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
 
-    def take(self, line: str) -> Output | None:
-        if not line.startswith(_DATA) or line == _DATA + _DONE:
-            return None
-        held = json.loads(line.removeprefix(_DATA))
+    def _output(self, held: Any) -> Output | None:
         if "error" in held:
             told = str(held["error"])[:500]
             raise GenerationError(explain("generate", f"the server answers {told}", "look at the log of the server"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,12 +34,6 @@ class SglangStream(StampedStream):
     def __init__(self, request: GenerationRequest) -> None:
         super().__init__(request)
         self.outputs: asyncio.Queue[Output] = asyncio.Queue()
-        self.rid = ""
-        """Id of the current attempt in SGLang."""
-
-    def enter(self) -> None:
-        self.rid = uuid.uuid4().hex
-        super().enter()
 
 
 _STOP_S = 10.0
@@ -66,7 +59,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
             max_running=settings.max_running_requests,
             context_tokens=settings.context_tokens,
             load_real_weights=load_real_weights,
-            kv_admission=KvAdmission(settings.kv_admission, shares_prompts=not settings.disable_radix_cache),
+            kv_admission=KvAdmission(settings.kv_admission),
         )
         self._settings = settings
         self._sleeps = settings.enable_memory_saver
@@ -124,7 +117,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
 
     def _kv_capacity(self) -> KvCapacity | None:
         found = self._facts["kv"]
-        return None if found is None else KvCapacity(*found)
+        return None if found is None else KvCapacity(*found, shares_prompts=not self._settings.disable_radix_cache)
 
     def _new_stream(self, request: GenerationRequest) -> SglangStream:
         return SglangStream(request)
@@ -193,18 +186,9 @@ class _SglangPublishCalls(PublishCalls):
 
     async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
         # Unknown until all schedulers have answered: a failure or cancellation leaves it so.
-        model, was_known = self._model, self._is_known
-        self._is_known = False
-        order = PublishOrder(
-            manifest=manifest,
-            source=source,
-            deadline_s=time.monotonic() + timeout_s,
-            path=model.path,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-            after_failure=not was_known,
-        )
-        name = self._channel.write(order)
+        was_known, self._is_known = self._is_known, False
+        deadline_s = time.monotonic() + timeout_s
+        name = self._channel.write(PublishOrder(manifest, source, deadline_s, self._model, after_failure=not was_known))
         try:
             await self._host.call("update", LOADER, name)
             outcomes = self._channel.outcomes(name)

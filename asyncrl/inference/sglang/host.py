@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import zmq
 from asyncrl.inference.sglang.outputs import ExpertRows, output_of
 from asyncrl.inference.sglang.sampling_params import Asked
 from asyncrl.inference.shared.stamped_stream import Output, end_output
-from asyncrl.types.models import expert_layers_of
+from asyncrl.kernels.routers import expert_layers
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,16 @@ class Host:
         from asyncrl.inference.sglang.logit_filter import LogitFilter
         from asyncrl.inference.sglang.support import abilities
 
+        self._io: Any = import_module("sglang.srt.managers.io_struct")
         self._manager = engine.tokenizer_manager
         self._workers = engine.server_args.tp_size
         self._abilities = abilities()
         self._incremental = bool(getattr(engine.server_args, "incremental_streaming_output", False))
-        config = self._manager.model_config.hf_text_config
-        self._experts = ExpertRows(getattr(config, "num_hidden_layers", 0), expert_layers_of(config.to_dict()))
+        self._experts: ExpertRows | None = None
+        if getattr(engine.server_args, "enable_return_routed_experts", False):
+            found = self._manager.model_config
+            chosen = expert_layers(found.hf_config.to_dict())
+            self._experts = ExpertRows(found.hf_text_config.num_hidden_layers, chosen)
         self._filter = LogitFilter.to_str()
         self._send = send
         self._outputs: list[Output] = []
@@ -71,88 +76,71 @@ class Host:
 
     async def freeze(self, mode: str) -> None:
         """`mode`: "in_place", or "retract" with overlap scheduling."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
         async with self._order:
             await self._let_enter(list(self._requests))
-            await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))  # type: ignore[arg-type]
+            await self._manager.pause_generation(self._io.PauseGenerationReqInput(mode=mode))
             self._frozen = True
             await self._settle()
 
     async def unfreeze(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
         async with self._order:
             self._frozen = False
-            await self._manager.continue_generation(ContinueGenerationReqInput())
+            await self._manager.continue_generation(self._io.ContinueGenerationReqInput())
 
     async def announce(self, version: str) -> None:
         """Sets the version of tokens sampled from now on, if SGLang tracks versions."""
         if self._abilities.version_spans:
-            from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
-
+            request = self._io.UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
             async with self._order:
                 await self._settle()
-                await self._manager.update_weight_version(
-                    UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
-                )
+                await self._manager.update_weight_version(request)
 
     async def update(self, loader: str, payload: str) -> None:
         """Calls `loader` in every scheduler with a tensor named `payload:rank`. Raises RuntimeError: SGLang refused."""
         import torch
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        manager = self._manager
+        manager, io = self._manager, self._io
         notes = [  # SGLang passes on named tensors only
             MultiprocessingSerializer.serialize([(f"{payload}:{rank}", torch.empty(0))])
             for rank in range(self._workers)
         ]
-        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=notes, load_format=loader, flush_cache=False)
+        asked = {"serialized_named_tensors": notes, "load_format": loader, "flush_cache": False}
+        request = io.UpdateWeightsFromTensorReqInput(**asked)
         async with self._order:
             if not self._abilities.update_session:
                 _require(await manager.update_weights_from_tensor(request))
                 return
-            from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
-
-            _require(await manager.begin_weight_update(BeginWeightUpdateReqInput()))
+            _require(await manager.begin_weight_update(io.BeginWeightUpdateReqInput()))
             # The update session must end even if the update failed; errors are raised after it.
             updated = await manager.update_weights_from_tensor(request)
-            ended = await manager.end_weight_update(EndWeightUpdateReqInput())
+            ended = await manager.end_weight_update(io.EndWeightUpdateReqInput())
             _require(updated)
             _require(ended)
 
     async def checksums(self) -> list[dict[str, str]]:
         """SGLang's checksums of its weights, per scheduler: parameter name -> checksum."""
-        from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
         async with self._order:
-            answer = await self._manager.check_weights(CheckWeightsReqInput())
+            answer = await self._manager.check_weights(self._io.CheckWeightsReqInput())
         _require(answer)
         return [worker["checksums"] for worker in answer[2]]
 
     async def sleep(self, tags: list[str] | None) -> None:
         """Call it without requests in flight. A scheduler frozen in place still has the aborted requests and would
         exit; retracting drops them."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput, ReleaseMemoryOccupationReqInput
-
         async with self._order:
-            await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+            await self._manager.pause_generation(self._io.PauseGenerationReqInput(mode="retract"))
             await self._settle()
-            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+            await self._manager.release_memory_occupation(self._io.ReleaseMemoryOccupationReqInput(tags=tags))
 
     async def wake_up(self, tags: list[str] | None) -> None:
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
         async with self._order:
-            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+            await self._manager.resume_memory_occupation(self._io.ResumeMemoryOccupationReqInput(tags=tags))
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def _generate(self, asked: Asked) -> None:
         """Emits one request's outputs until the last."""
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
         rid, sent, length, params = asked.rid, 0, 0, asked.sampling_params
         last: Output | None = None
         """The last output, if the response ends at a stop token that SGLang ignores."""
@@ -162,7 +150,7 @@ class Host:
         if asked.experts:
             # A token is predicted at the previous position, whose experts count as the token's.
             recording = {"return_routed_experts": True, "routed_experts_start_len": len(asked.input_ids) - 1}
-        request = GenerateReqInput(
+        request = self._io.GenerateReqInput(
             rid=rid,
             input_ids=asked.input_ids,
             sampling_params=params,

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl import errors
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path
 from asyncrl.config.rollout import SglangEngineConfig
@@ -216,8 +215,7 @@ def _settle(answer: asyncio.Future[Any], result: Any, error: Any) -> None:
     if not error:
         answer.set_result(result)
     elif isinstance(error, tuple):  # of the start: (class name, message)
-        kind = getattr(errors, error[0], None)
-        if kind is ConfigError:
+        if error[0] == ConfigError.__name__:
             answer.set_exception(ConfigError(error[1]))
         else:
             answer.set_exception(GenerationError(explain("start SGLang", f"{error[0]}: {error[1]}", _LOOK)))

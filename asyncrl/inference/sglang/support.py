@@ -58,13 +58,11 @@ class Abilities:
         update_session: weights are updated between `begin_weight_update` and `end_weight_update`.
         version_spans: a finished response reports the version of each token.
         experts: a finished response reports the experts of its tokens.
-        filtered_logprobs: log-probabilities after top-p and top-k.
     """
 
     update_session: bool
     version_spans: bool
     experts: bool
-    filtered_logprobs: bool
 
 
 def abilities() -> Abilities:
@@ -73,7 +71,6 @@ def abilities() -> Abilities:
         update_session=not lacks(f"{_MANAGER}.begin_weight_update", ("obj",)),
         version_spans=not lacks(f"{_MANAGER}.update_weight_version", ("obj",)),
         experts=not lacks(f"{_IO}:GenerateReqInput", ("return_routed_experts", "routed_experts_start_len")),
-        filtered_logprobs=not lacks(f"{_IO}:GenerateReqInput", ("sampling_logprobs_mode",)),
     )
 
 

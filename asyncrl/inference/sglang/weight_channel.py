@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.model import ModelConfig
 from asyncrl.types import Manifest, TransferSource
 
 LOADER = "asyncrl.inference.sglang.weight_loader.load"
@@ -26,16 +27,14 @@ class PublishOrder:
     Attributes:
         source: its `receiver` is the number of the scheduler with tensor-parallel rank 0.
         deadline_s: of the publish, on the machine's monotonic clock.
-        path, revision, trust_remote_code: of the model's files.
+        model: whose files the schedulers serve.
         after_failure: the weights may differ from the last publish.
     """
 
     manifest: Manifest
     source: TransferSource
     deadline_s: float
-    path: str
-    revision: str | None
-    trust_remote_code: bool
+    model: ModelConfig
     after_failure: bool
 
 

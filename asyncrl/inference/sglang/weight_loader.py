@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from asyncrl.config.model import ModelConfig
 from asyncrl.errors import WeightTransferError, explain
 from asyncrl.inference.sglang.weight_channel import PublishOrder, read_order, write_outcome
 from asyncrl.inference.shared.weight_update import PublishedNames, WorkerUpdate, load_named
@@ -43,7 +42,7 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, Any]]) -> None:
 def _make_update(model: torch.nn.Module, order: PublishOrder) -> WorkerUpdate:
     parameter = next(model.parameters())
     loader = SglangLoader(model, order)
-    decoder = Decoder(order.path, order.revision, parameter.dtype, publishes=loader.names.knows)
+    decoder = Decoder(order.model.path, order.model.revision, parameter.dtype, publishes=loader.names.knows)
     return WorkerUpdate(loader, decoder, parameter.device)
 
 
@@ -54,8 +53,7 @@ class SglangLoader:
 
     def __init__(self, model: torch.nn.Module, order: PublishOrder) -> None:
         self._model = model
-        trust = order.trust_remote_code
-        self.names = PublishedNames(ModelConfig(path=order.path, revision=order.revision, trust_remote_code=trust))
+        self.names = PublishedNames(order.model)
         self.check = self.names.check
 
     def start(self, names: Collection[str] | None) -> None:

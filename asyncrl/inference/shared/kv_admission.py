@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from asyncrl.config.rollout import KvAdmissionMode
 from asyncrl.inference.shared.kv_room import KvCapacity, KvRoom, Occupant, quantile_of
 from asyncrl.inference.shared.streams import RequestStream
-from asyncrl.types import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -17,10 +16,9 @@ class KvAdmission:
     """Tells an engine's queue whether a request fits. Owns the `KvRoom` of the engine's cache. Every request fits while
     the cache size is unknown, and with mode off."""
 
-    def __init__(self, mode: KvAdmissionMode, *, shares_prompts: bool) -> None:
-        """`shares_prompts`: requests with equal prompts and weights share the blocks of the prompt."""
+    def __init__(self, mode: KvAdmissionMode) -> None:
         self._mode = mode
-        self._shares_prompts = shares_prompts and mode == "expected"  # a prompt in parts may be computed twice
+        self._shares_prompts = False
         self._room: KvRoom | None = None
         self._sampled = 0
         """Tokens sampled since a request was last checked; see `KvRoom.worth_asking_again`."""
@@ -30,6 +28,8 @@ class KvAdmission:
         if capacity is None and self._mode != "off":
             logger.warning("the engine does not tell the size of its KV cache: kv_admission=%s is off", self._mode)
         if capacity is not None and self._mode != "off":
+            # Else not shared: in parts it may be computed twice.
+            self._shares_prompts = capacity.shares_prompts and self._mode == "expected"
             self._room = KvRoom(capacity, full=self._mode == "full")
 
     def fits(self, stream: RequestStream, running: Sequence[RequestStream], weights: int) -> bool:
@@ -58,16 +58,12 @@ class KvAdmission:
 def _occupant(stream: RequestStream) -> Occupant:
     request, sampled = stream.request, stream.num_sampled
     prompt_tokens = len(request.prompt_ids)
+    limit = request.sampling.max_tokens if request.sampling.score_from is None else 1  # scoring samples one token
     return Occupant(
         prompt_tokens + sampled,
         request.first_position + sampled,
-        max(1, _limit(request) - sampled),
+        max(1, limit - sampled),
         stream.prompt_key,
         prompt_tokens,
         quantile_of(request.request_id),
     )
-
-
-def _limit(request: GenerationRequest) -> int:
-    """Tokens that the engine may sample; one if the request only scores."""
-    return request.sampling.max_tokens if request.sampling.score_from is None else 1

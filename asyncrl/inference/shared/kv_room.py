@@ -31,10 +31,11 @@ HEADROOM = 0.05
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
     """Size of an engine's KV cache: `tokens`, in blocks of `block_tokens`. A partly filled block belongs to one
-    request."""
+    request. `shares_prompts`: requests with equal prompts and weights share the blocks of the prompt."""
 
     tokens: int
     block_tokens: int
+    shares_prompts: bool = True
 
 
 class Occupant(NamedTuple):
@@ -68,14 +69,11 @@ class KvRoom:
     def __init__(self, capacity: KvCapacity, *, full: bool) -> None:
         self._capacity = capacity
         self._full = full
+        self.worth_asking_again = max(1, capacity.tokens // 64)
+        """Tokens to sample before a refused request is worth another check although no request ended."""
         self._lengths: deque[int] = deque(maxlen=HISTORY)
         self._sorted: np.ndarray | None = None
         """`_lengths`, ascending; None: outdated."""
-
-    @property
-    def worth_asking_again(self) -> int:
-        """Tokens to sample before a refused request is worth another check although no request ended."""
-        return max(1, self._capacity.tokens // 64)
 
     def ended(self, response_tokens: int) -> None:
         """Records the length of a response that ended at a stop token or its limit."""

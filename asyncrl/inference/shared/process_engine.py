@@ -21,6 +21,7 @@ from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import RequestStream, empty_chunk
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, PauseMode, TokenChunk, TransferSource
+from asyncrl.types.images import without_images
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class ProcessEngine(ABC, Generic[S]):
         self._model = model
         self._context_tokens = context_tokens
         self._real_weights = load_real_weights
-        self._kv = kv_admission or KvAdmission("off", shares_prompts=False)
+        self._kv = kv_admission or KvAdmission("off")
         # The salt is read at each check: it changes with every publish.
         self._queue: EngineQueue[S] = EngineQueue(
             max_running,
@@ -268,9 +269,8 @@ class ProcessEngine(ABC, Generic[S]):
 
     async def load_weights(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         self._begin_load("load_weights")
-        return await self._publish(
-            f"load_weights of publish {manifest.publish_id}", self._receive(manifest, source, timeout_s)
-        )
+        asked = f"load_weights of publish {manifest.publish_id}"
+        return await self._publish(asked, self._receive(manifest, source, timeout_s))
 
     def health(self) -> EngineHealth:
         alive = self._started and self._failure is None
@@ -479,12 +479,11 @@ class ProcessEngine(ABC, Generic[S]):
             raise self._failed("use the engine", "it was not started")
 
     def _check(self, request: GenerationRequest) -> None:
-        vocab_size = self._vocab_size()
         found = misfit(
-            request,
+            request if self._model.image_directory is None else without_images(request),
             engine=self.key,
             max_model_len=self._context_tokens,
-            vocab_size=vocab_size,
+            vocab_size=self._vocab_size(),
             guided=self._guided,
             scores=self._scores,
             max_top=self._max_top,

@@ -52,7 +52,8 @@ class PublishCalls(ABC):
                 found = f"{self._package} has not ended the publish before it"
                 raise DeadlineExceeded(explain(asked, found, "restart the replica"))
         self._publish = asyncio.create_task(self._run(calls, manifest, source, deadline), name="weight-update")
-        self._publish.add_done_callback(_look_at_the_error)
+        # Marks the error of an abandoned publish as retrieved: its caller got DeadlineExceeded.
+        self._publish.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.wait((self._publish,), timeout=deadline - time.monotonic() + _GRACE_S)
         if not self._publish.done():
             found = f"no answer of {self._package}'s workers"
@@ -99,9 +100,3 @@ def agree(outcomes: Sequence[Sequence[Any]]) -> Digest | None:
     if any(digest is None for digest in digests):
         return None
     return tuple(values[0] if len(set(values)) == 1 else 0 for values in zip(*digests, strict=True))
-
-
-def _look_at_the_error(task: asyncio.Task[Any]) -> None:
-    """Marks the error of an abandoned publish as retrieved: its caller got DeadlineExceeded."""
-    if not task.cancelled():
-        task.exception()

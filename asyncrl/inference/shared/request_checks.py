@@ -42,6 +42,9 @@ def misfit(
         return found, "send a one-dimensional array of at least one token id"
     if lacking := _lacking(request, guided, records):
         return lacking
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {vocab_size}"
+        return found, "tokenize with the model's own tokenizer"
     if sampling.score_from is not None or sampling.score_top:
         return _misfit_of_scores(request, max_model_len, vocab_size, max_top) if scores else _NO_SCORES
     if sampling.max_tokens < 1:
@@ -49,9 +52,6 @@ def misfit(
     if len(prompt) + sampling.max_tokens > max_model_len:
         found = f"max_model_len={max_model_len}, but {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens}"
         return found, f"shorten the prompt or the response, or raise rollout.{engine}.max_model_len"
-    if prompt.min() < 0 or prompt.max() >= vocab_size:
-        found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {vocab_size}"
-        return found, "tokenize with the model's own tokenizer"
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         return f"min_tokens={sampling.min_tokens}, max_tokens={sampling.max_tokens}", "0 <= min_tokens <= max_tokens"
     if sampling.min_tokens and len(samplable_stops(request, vocab_size)) >= vocab_size:
@@ -68,17 +68,13 @@ def _lacking(request: GenerationRequest, guided: bool, records: Collection[str])
     """Like `misfit`, for features that only some engines have."""
     sampling = request.sampling
     if sampling.json_schema is not None and not guided:
-        return (
-            "json_schema, and this engine has no guided decoding",
-            "use vllm with rollout.vllm.structured_outputs=true",
-        )
+        found = "json_schema, and this engine has no guided decoding"
+        return found, "use vllm with rollout.vllm.structured_outputs=true"
     if sampling.json_schema is not None and request.first_position:
         return "json_schema for a response that has begun elsewhere", "ask again: a guide starts at the first token"
     if sampling.experts and "experts" not in records:
-        return (
-            "experts, and this engine records none of this model",
-            "use a mixture of experts with torch, or with vllm or sglang and record_experts=true",
-        )
+        found = "experts, and this engine records none of this model"
+        return found, "use a mixture of experts with torch, or with vllm or sglang and record_experts=true"
     if sampling.kept and "kept_ids" not in records:
         return "kept, and this engine does not record what filters keep", "use torch"
     if sampling.kept and (sampling.top_k < 1 or sampling.temperature == 0):
@@ -101,9 +97,6 @@ def _misfit_of_scores(
     if len(prompt) >= max_model_len:
         found = f"max_model_len={max_model_len}, but {len(prompt)} tokens to score"
         return found, "shorten the text, or raise max_model_len of the engine: it has to exceed the number of tokens"
-    if prompt.min() < 0 or prompt.max() >= vocab_size:
-        found = f"token ids from {prompt.min()} to {prompt.max()}, the model has {vocab_size}"
-        return found, "tokenize with the model's own tokenizer"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,12 +59,15 @@ class StampedStream(RequestStream):
 
     def __init__(self, request: GenerationRequest) -> None:
         super().__init__(request)
+        self.rid = ""
+        """The engine's id of the current attempt; it may still know the previous one."""
         self._starts: list[tuple[str, int]] = []
         """As `Output.spans`, of the tokens handed over."""
         self._held: list[Output] | None = None
 
     def enter(self) -> None:
-        """The request goes to the engine."""
+        """The request goes to the engine, as a new attempt."""
+        self.rid = uuid.uuid4().hex
         self._starts, self._held = [], [] if self.request.sampling.experts else None
 
     def hold(self) -> None:

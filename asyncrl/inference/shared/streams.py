@@ -93,15 +93,8 @@ class RequestStream:
                 explain(asked, f"the engine ended it with {reason!r}", "look at the log of its process")
             )
         last = chunks.pop() if chunks else empty_chunk(self.request, version)
-        final = TokenChunk(
-            last.request_id,
-            last.token_ids,
-            last.logprobs,
-            last.version,
-            reason,  # type: ignore[arg-type]
-            cached_tokens=cached_tokens,
-            extra=last.extra,
-        )
+        rid, ids, logprobs, stamp, *_ = last
+        final = TokenChunk(rid, ids, logprobs, stamp, reason, cached_tokens=cached_tokens, extra=last.extra)  # type: ignore[arg-type]
         return [*chunks, final]
 
     def end(self, last: TokenChunk | GenerationError) -> None:

@@ -1,13 +1,17 @@
-"""Keys and values of all slots, and the attention over them.
+"""The state of all slots: keys and values with the attention over them, and the states of recurrent layers.
+
+Recurrent layers keep theirs in transformers' own cache layers, whose tensors are views of the slots during a pass.
 
 Shape letters: N rows that decode, S query tokens, H query heads, K key-value heads, D head size, L max_model_len.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from asyncrl.inference.torch_engine.slots import Moves
 
@@ -62,14 +66,28 @@ def slot_attention(  # noqa: PLR0913 the signature is that of transformers' inte
     return out.transpose(1, 2), None
 
 
-class SlotCache:
-    """Keys and values of the running requests, dense: row r of layer l is `_keys[l][r, :, :length]`.
+def recurrent_states(cache: DynamicCache) -> Iterator[tuple[dict[int, Any], int]]:
+    """(states, index) of each state that a recurrent layer of `cache` has had so far, in a fixed order."""
+    for layer in cache.layers:
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name, {})
+            yield from ((states, index) for index, state in states.items() if state is not None)
+
+
+class SlotCache(DynamicCache):
+    """Keys and values of the running requests, dense: row r of layer l is `_keys[l][r, :, :length]`; and the states of
+    recurrent layers, `_states[i][r]`.
 
     Passed to transformers as its cache: `update` stores one token per row and returns views for the attention. A
     layer's memory is allocated at its first update, from the shapes that the model produces.
     """
 
-    def __init__(self, num_slots: int, max_model_len: int) -> None:
+    def __init__(self, config: Any, num_slots: int, max_model_len: int) -> None:
+        """`config`: of the Hugging Face model."""
+        super().__init__(config=config)
+        self._states: list[torch.Tensor] = []
+        self.shifts = torch.zeros(num_slots, dtype=torch.int64)
+        """Of positions, per row: `ImageInputs.shifts`."""
         self._num_slots = num_slots
         self._max_model_len = max_model_len
         self._keys: dict[int, torch.Tensor] = {}
@@ -81,6 +99,8 @@ class SlotCache:
     def aim(self, rows: torch.Tensor, positions: torch.Tensor, kv_len: int) -> None:
         """Sets the write positions of the next forward pass: `rows` are 0..N-1, `positions` [N] int64 < `kv_len`."""
         self._rows, self._positions, self._kv_len = rows, positions, kv_len
+        for (states, index), whole in zip(recurrent_states(self), self._stored(), strict=True):
+            states[index] = whole[: len(rows)]
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -95,29 +115,43 @@ class SlotCache:
         n = len(self._rows)
         return keys[:n, :, : self._kv_len], values[:n, :, : self._kv_len]
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._kv_len
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Keys and values of every layer, [num_slots, K, L, D]."""
-        return [*self._keys.values(), *self._values.values()]
+        """Keys and values of every layer, [num_slots, K, L, D], and states, [num_slots, ...]."""
+        return [*self._keys.values(), *self._values.values(), *self._states]
 
     def move(self, moves: Moves) -> None:
         """Moves rows as a `SlotTable` did."""
         if len(moves.source) == 0:
             return
         source, target = torch.from_numpy(moves.source), torch.from_numpy(moves.target)
-        for store in (self._keys, self._values):
-            for layer in store.values():
-                layer[target.to(layer.device)] = layer[source.to(layer.device)]
+        for store in (*self.tensors, self.shifts):
+            store[target.to(store.device)] = store[source.to(store.device)]
+
+    def clear(self, rows: torch.Tensor) -> None:
+        """Rows of requests that nothing was prefilled for."""
+        for whole in (*self._stored(), self.shifts):
+            whole[rows.to(whole.device)] = 0
 
     def fill(self, rows: torch.Tensor, prompts: PromptCache, prompt_rows: torch.Tensor) -> None:
         """Copies prompt `prompt_rows[i]` to slot `rows[i]`."""
-        for layer_idx, (keys, values) in prompts.layers.items():
+        self.shifts[rows.cpu()] = prompts.shifts[prompt_rows.cpu()]
+        for (states, index), whole in zip(recurrent_states(prompts), self._stored(), strict=True):
+            whole[rows] = states[index][prompt_rows]
+        for layer_idx, (keys, values) in prompts.attended.items():
             width = keys.shape[2]
             self._keys[layer_idx][rows, :, :width] = keys[prompt_rows]
             self._values[layer_idx][rows, :, :width] = values[prompt_rows]
+
+    def _stored(self) -> list[torch.Tensor]:
+        """States of all slots; the first pass, of one row, showed their shapes."""
+        if not self._states:
+            shown = [states[index] for states, index in recurrent_states(self)]
+            self._states = [like.new_zeros(self._num_slots, *like.shape[1:]) for like in shown]
+        return self._states
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self._num_slots, like.shape[1], self._max_model_len, like.shape[3])
@@ -125,11 +159,17 @@ class SlotCache:
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
-class PromptCache:
-    """Keys and values of prompts during prefill, in chunks at the same positions of every prompt."""
+class PromptCache(DynamicCache):
+    """Keys and values of prompts during prefill, in chunks at the same positions of every prompt; and states.
 
-    def __init__(self, num_prompts: int, width: int) -> None:
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    Attributes:
+        attended: keys and values by layer.
+    """
+
+    def __init__(self, config: Any, num_prompts: int, width: int) -> None:
+        super().__init__(config=config)
+        self.attended: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.shifts = torch.zeros(num_prompts, dtype=torch.int64)
         self._num_prompts = num_prompts
         self._width = width
         self._start = 0
@@ -141,15 +181,15 @@ class PromptCache:
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """key, value: [prompts, K, S, D]. Returns views [prompts, K, start + S, D]."""
-        if layer_idx not in self.layers:
-            self.layers[layer_idx] = (self._allocate(key), self._allocate(value))
-        keys, values = self.layers[layer_idx]
+        if layer_idx not in self.attended:
+            self.attended[layer_idx] = (self._allocate(key), self._allocate(value))
+        keys, values = self.attended[layer_idx]
         stop = self._start + key.shape[2]
         keys[:, :, self._start : stop] = key
         values[:, :, self._start : stop] = value
         return keys[:, :, :stop], values[:, :, :stop]
 
-    def get_seq_length(self, *_: Any) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._start
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:

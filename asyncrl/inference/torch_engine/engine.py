@@ -25,6 +25,7 @@ from asyncrl.inference.torch_engine.transfer import TorchTransfer
 from asyncrl.kernels.cpu_products import use_onednn
 from asyncrl.remote.waits import deadline
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TokenChunk, TransferSource
+from asyncrl.types.images import without_images
 
 logger = logging.getLogger(__name__)
 
@@ -223,12 +224,12 @@ class TorchEngine:
         requests."""
         assert self._runner is not None
         found = misfit(
-            request,
+            request if self._config.image_directory is None else without_images(request),
             engine="torch",
             max_model_len=self._settings.context_tokens,
             vocab_size=self._runner.vocab_size,
             scores=True,
-            records=("kept_ids", "experts") if self._runner.recorder.row else ("kept_ids",),
+            records=("kept_ids", "experts") if self._runner.expert_row else ("kept_ids",),
         )
         if request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")

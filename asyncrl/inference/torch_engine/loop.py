@@ -79,7 +79,7 @@ class DecodeLoop:
         self.runner = runner
         self._commands = commands
         self._report = report
-        self._slots = SlotTable(num_slots, chunk_tokens, runner.recorder.row)
+        self._slots = SlotTable(num_slots, chunk_tokens, runner.expert_row)
         self._waiting: deque[GenerationRequest] = deque()
         self._scoring: deque[GenerationRequest] = deque()
         """Requests that only score given tokens (`score_from`); they take no slot."""
@@ -182,7 +182,7 @@ class DecodeLoop:
         if version is not None:
             self.counters.version = version
         if self._wave:  # a prompt prefilled by two versions matches neither: start over
-            self._wave.prefill = Prefill(self._wave.prefill.prompts)
+            self._wave.prefill = self.runner.begin(self._wave.prefill.prompts)
         self._tickets.append(ticket)
 
     def _running_ids(self) -> tuple[str, ...]:
@@ -251,7 +251,7 @@ class DecodeLoop:
         # Padding counts: the pass computes len(taken) * width tokens.
         while self._scoring:
             width = max(width, len(self._scoring[0].prompt_ids))
-            if (len(taken) + 1) * width > self.runner.prefill_tokens:
+            if not self._joins(self._scoring[0], taken, width):
                 break
             taken.append(self._scoring.popleft())
         starts = [request.sampling.score_from or 1 for request in taken]
@@ -276,14 +276,13 @@ class DecodeLoop:
             cached = request.prompt_ids[:-1].astype(np.int32, copy=False)  # one dtype: equal prompts, equal bytes
             prompts.setdefault(cached.tobytes(), []).append(request)
         taken = prompts.pop(b"", [])  # nothing to prefill
-        for request in taken:
-            self._slots.add(request)
+        self.runner.clear([self._slots.add(request) for request in taken])
         # Phase 2: fill the pass, nearest prompt lengths first, up to `prefill_tokens` with padding.
         wave, width = [], 0
         first = len(next(iter(prompts), b""))
         for same in (prompts[key] for key in sorted(prompts, key=lambda key: abs(len(key) - first))):
             width = max(width, len(same[0].prompt_ids) - 1)
-            if wave and (len(wave) + 1) * width > self.runner.prefill_tokens:
+            if wave and not self._joins(same[0], [others[0] for others in wave], width):
                 break
             wave.append(same)
             taken = [*taken, *same]
@@ -291,7 +290,14 @@ class DecodeLoop:
         ids = {request.request_id for request in taken}
         seen = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         self._waiting.extendleft(request for request in reversed(seen) if request.request_id not in ids)
-        return _Wave(Prefill([same[0].prompt_ids[:-1] for same in wave]), wave) if wave else None
+        return _Wave(self.runner.begin([same[0].prompt_ids[:-1] for same in wave]), wave) if wave else None
+
+    def _joins(self, request: GenerationRequest, taken: Sequence[GenerationRequest], width: int) -> bool:
+        """True if the request fits into one pass with those `taken`: padding to `width` counts, and recurrent layers
+        take none."""
+        equal = len(request.prompt_ids) == len(taken[0].prompt_ids)
+        fits = (len(taken) + 1) * width <= self.runner.prefill_tokens
+        return fits and (equal or not self.runner.needs_equal_lengths)
 
     def _seat(self, wave: _Wave) -> None:
         places: list[int] = []

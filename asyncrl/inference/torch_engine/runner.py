@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, Sl
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
 from asyncrl.inference.torch_engine.sampling import log_softmax
 from asyncrl.inference.torch_engine.slots import Moves
+from asyncrl.kernels.images import ImageInputs
+from asyncrl.kernels.routers import RouterTaps
 from asyncrl.types import (
     HOW_TO_TIE,
     UNTIED,
@@ -26,9 +30,9 @@ from asyncrl.types import (
     decoder_of,
     drop_towers,
     misfit,
-    routers_of,
     settle,
 )
+from asyncrl.types.images import FIRST_ID
 
 PREFILL_TOKENS = 1024
 """Tokens of one prefill pass, padding included: bounds its memory and how long it delays running requests."""
@@ -55,7 +59,7 @@ def load_model(
     settle(architecture, max_model_len)
     model: Any
     kinds = auto_class(architecture)
-    if real_weights:
+    if real_weights or config.image_directory is not None:  # no publish has the encoder of images
         model, loaded = kinds.from_pretrained(path, config=architecture, output_loading_info=True, **hub, **kind)
         if why := misfit(model, loaded):
             do = HOW_TO_TIE if why == UNTIED else "name a whole model: save it again with all of its tensors"
@@ -66,7 +70,10 @@ def load_model(
             torch.manual_seed(seed)
             remote = {"trust_remote_code": config.trust_remote_code}
             model = kinds.from_config(architecture, **remote, **kind)
-    drop_towers(model)
+    towers = drop_towers(model)
+    model.image_inputs = None
+    if config.image_directory is not None:
+        model.image_inputs = ImageInputs(architecture, config, towers, device, model.dtype)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -86,11 +93,13 @@ def check_architecture(config: Any, max_model_len: int) -> None:
 class Prefill:
     """Progress of a prefill. `prompts`: token ids [p] int32 each, none empty."""
 
-    def __init__(self, prompts: list[np.ndarray]) -> None:
+    def __init__(self, config: Any, prompts: list[np.ndarray]) -> None:
+        """`config`: of the Hugging Face model."""
         self.prompts = prompts
         self.width = max(map(len, prompts))
         self.done = 0
-        self.cache = PromptCache(len(prompts), self.width)
+        self.has_images = any((prompt >= FIRST_ID).any() for prompt in prompts)
+        self.cache = PromptCache(config, len(prompts), self.width)
 
     @property
     def finished(self) -> bool:
@@ -98,7 +107,11 @@ class Prefill:
 
 
 class ModelRunner:
-    """Forward passes over slots `[0, n)`. Used by one thread, under `torch.inference_mode`."""
+    """Forward passes over slots `[0, n)`. Used by one thread, under `torch.inference_mode`.
+
+    Attributes:
+        needs_equal_lengths: recurrent layers would read what fills up shorter prompts.
+    """
 
     def __init__(self, model: Any, settings: TorchEngineConfig, *, prefill_tokens: int = PREFILL_TOKENS) -> None:
         check_architecture(model.config, settings.context_tokens)
@@ -109,18 +122,23 @@ class ModelRunner:
         self.prefill_tokens = prefill_tokens
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self._dtype, self._device = model.dtype, model.device
-        self._cache = SlotCache(settings.num_slots, settings.context_tokens)
+        self._cache = SlotCache(model.config, settings.num_slots, settings.context_tokens)
+        self.needs_equal_lengths = any(hasattr(layer, "conv_states") for layer in self._cache.layers)
+        takes = inspect.signature(decoder_of(model).forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
         self._positions = torch.arange(settings.context_tokens, device=self._device)
         self._rows = torch.arange(settings.num_slots, device=self._device)
         self._visible = torch.zeros((), dtype=self._dtype, device=self._device)
         self._hidden = torch.full((), float("-inf"), dtype=self._dtype, device=self._device)
         self._released: dict[str, ReleasedMemory] = {}
-        self.recorder = ExpertRecorder(model)
+        self._taps = RouterTaps(model)
+        self.expert_row = (len(self._taps.layers), self._taps.per_token) if self._taps.layers else None
 
     def decode_and_record(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-        """Like `decode`, and the experts that the routers chose, [n, *recorder.row] int16."""
-        self.recorder.begin()
-        return self.decode(tokens, lengths), self.recorder.end()
+        """Like `decode`, and the experts that the routers chose, [n, *expert_row] int16."""
+        with self._taps.recorded() as choices:
+            logits = self.decode(tokens, lengths)
+        return logits, torch.stack([c.experts for c in choices], 1).cpu().numpy().astype(np.int16)
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
         """Feeds one token per slot, at position `lengths[i]`; returns logits [n, vocabulary] float32.
@@ -133,12 +151,16 @@ class ModelRunner:
         self._cache.aim(self._rows[: len(tokens)], positions, kv_len)
         output = self.model(
             input_ids=torch.from_numpy(tokens).to(self._device)[:, None],
-            position_ids=positions[:, None],
+            position_ids=(positions + self._cache.shifts[: len(tokens)].to(self._device))[:, None],
             attention_mask=self._mask(positions, kv_len)[:, None, None],
-            past_key_values=self._cache,
             use_cache=False,
+            **{self._cache_name: self._cache},
         )
         return output.logits[:, -1].float()
+
+    def begin(self, prompts: list[np.ndarray]) -> Prefill:
+        """A prefill of these prompts; of equal lengths if the model `needs_equal_lengths`."""
+        return Prefill(self.model.config, prompts)
 
     def prefill(self, prefill: Prefill) -> None:
         """Computes the next chunk of every prompt: at most `prefill_tokens` tokens, padding included."""
@@ -155,7 +177,7 @@ class ModelRunner:
             starts: 1 <= start < len.
             tops: at most the vocabulary size.
         """
-        prefill = Prefill([sequence[:-1] for sequence in sequences])
+        prefill = self.begin([sequence[:-1] for sequence in sequences])
         found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in sequences]
         while not prefill.finished:
             begun, first = prefill.done, max(prefill.done, min(starts) - 1)
@@ -175,8 +197,10 @@ class ModelRunner:
         return [_scored(parts) for parts in found]
 
     def _chunk_of(self, prefill: Prefill) -> int:
-        """Tokens per prompt in one pass."""
-        return max(1, self.prefill_tokens // len(prefill.prompts))
+        """Tokens per prompt in one pass: all of them where layers are recurrent, which not all go on from a state with
+        several tokens (Mamba-1 does not), and where prompts have images."""
+        whole = self.needs_equal_lengths or prefill.has_images
+        return prefill.width if whole else max(1, self.prefill_tokens // len(prefill.prompts))
 
     def _feed(self, prefill: Prefill, model: Any, **options: Any) -> Any:
         """Runs `model` on the next chunk of every prompt."""
@@ -189,16 +213,27 @@ class ModelRunner:
             ids[row, : len(piece)] = piece
         positions = self._positions[start:stop]
         prefill.cache.aim(start)
-        output = model(
-            input_ids=torch.from_numpy(ids).to(self._device),
+        tokens = torch.from_numpy(ids).to(self._device)
+        read = partial(model, input_ids=tokens)
+        if prefill.has_images:
+            images: ImageInputs = self.model.image_inputs
+            read = partial(images.read, self.model, tokens, logits=model is self.model)
+            for row, prompt in enumerate(prefill.prompts):
+                own = torch.from_numpy(prompt.astype(np.int64))[None].to(self._device)
+                prefill.cache.shifts[row] = images.shifts(self.model, own)[0]
+        output = read(
             position_ids=positions[None],
             attention_mask=self._mask(positions, stop)[None, None],
-            past_key_values=prefill.cache,
             use_cache=False,
+            **{self._cache_name: prefill.cache},
             **options,
         )
         prefill.done = stop
         return output
+
+    def clear(self, rows: list[int]) -> None:
+        """Slots of prompts of one token, for which nothing is prefilled."""
+        self._cache.clear(torch.tensor(rows, dtype=torch.int64, device=self._device))
 
     def seat(self, prefill: Prefill, prompts: list[int], rows: list[int]) -> None:
         """Copies prompt `prompts[i]` of a finished prefill to slot `rows[i]`."""
@@ -228,7 +263,7 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Runs one pass of each kind, which allocates the cache: a model that does not fit fails here."""
-        prefill = Prefill([np.zeros(1, np.int32)])
+        prefill = self.begin([np.zeros(1, np.int32)])
         self.decode(np.zeros(1, np.int64), np.zeros(1, np.int64))
         self.prefill(prefill)
         self.seat(prefill, [0], [0])
@@ -244,36 +279,3 @@ def _scored(parts: list[tuple[torch.Tensor, ...]]) -> tuple[np.ndarray, dict[str
     if not top_ids.shape[1]:
         return logprobs, {}
     return logprobs, {"top_ids": top_ids.astype(np.int32), "top_logprobs": top_logprobs}
-
-
-# Recording of the experts that routers choose while the embedded engine decodes.
-
-
-class ExpertRecorder:
-    """Records the routers' choices of one forward pass. Owns a hook on each router.
-
-    Attributes:
-        row: (L, k): layers with experts, and experts per token in each; None for a model without routers.
-    """
-
-    def __init__(self, model: Any) -> None:
-        routers = routers_of(model)
-        self.row = (len(routers), int(model.config.num_experts_per_tok)) if routers else None
-        self._is_on = False
-        self._chosen: list[torch.Tensor] = []
-        for router in routers:
-            router.register_forward_hook(self._keep)
-
-    def begin(self) -> None:
-        """Starts recording."""
-        self._is_on = True
-
-    def end(self) -> np.ndarray:
-        """Stops recording. Returns [tokens, L, k] int16, the choices of the one forward pass since `begin`."""
-        self._is_on = False
-        chosen, self._chosen = self._chosen, []
-        return torch.stack(chosen, dim=1).cpu().numpy().astype(np.int16)
-
-    def _keep(self, router: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        if self._is_on:
-            self._chosen.append(output[2])

@@ -7,9 +7,11 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.errors import BadRequest, explain
+from asyncrl.errors import BadRequest, GenerationError, explain
 from asyncrl.inference.shared.kv_admission import KvAdmission
 from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.process_engine import ProcessEngine
@@ -17,8 +19,9 @@ from asyncrl.inference.vllm.launch import Launcher, death_of
 from asyncrl.inference.vllm.publish_calls import VllmPublishCalls
 from asyncrl.inference.vllm.sampling_params import sampling_params
 from asyncrl.inference.vllm.streams import VllmStream
+from asyncrl.kernels.routers import expert_layers
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TransferSource
-from asyncrl.types.models import expert_layers_of
+from asyncrl.types.images import ImageRun, ImageStore, as_model_ids, images_in
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
             max_running=settings.max_num_seqs,
             context_tokens=settings.context_tokens,
             load_real_weights=load_real_weights,
-            kv_admission=KvAdmission(settings.kv_admission, shares_prompts=settings.enable_prefix_caching),
+            kv_admission=KvAdmission(settings.kv_admission),
         )
         self._settings = settings
         self._sleeps = settings.enable_sleep_mode
@@ -55,6 +58,8 @@ class VllmEngine(ProcessEngine[VllmStream]):
         self._max_top = settings.max_logprobs
         self._records = ("experts",) if settings.record_experts else ()
         self._expert_layers: list[int] = []
+        self._images = None if model.image_directory is None else ImageStore(model.image_directory)
+        self._token = 0  # of images
         self._launcher = Launcher(model, settings, load_real_weights=load_real_weights, seed=seed)
         self._llm: Any = None
         self._transfer: VllmPublishCalls | None = None
@@ -101,7 +106,10 @@ class VllmEngine(ProcessEngine[VllmStream]):
         self._launcher.start()
         self._llm = await asyncio.shield(asyncio.wrap_future(self._launcher.started))
         self._publishes = self._transfer = VllmPublishCalls(self._llm)
-        self._expert_layers = expert_layers_of(self._llm.model_config.hf_text_config.to_dict())
+        if self._images is not None:
+            self._token = self._llm.model_config.hf_config.image_token_id
+        if self._records:
+            self._expert_layers = expert_layers(self._llm.model_config.hf_config.to_dict())
 
     async def _shut_down(self) -> None:
         if not await asyncio.to_thread(self._launcher.stop, _STOP_S):
@@ -118,9 +126,8 @@ class VllmEngine(ProcessEngine[VllmStream]):
         cache = self._llm.vllm_config.cache_config
         if not cache.kv_cache_size_tokens or not cache.block_size:  # None for a model without attention
             return None
-        return KvCapacity(
-            cache.kv_cache_size_tokens - cache.block_size, cache.block_size
-        )  # vLLM uses none of one block
+        tokens = cache.kv_cache_size_tokens - cache.block_size  # vLLM uses none of one block
+        return KvCapacity(tokens, cache.block_size, bool(cache.enable_prefix_caching))
 
     def _new_stream(self, request: GenerationRequest) -> VllmStream:
         return VllmStream(request, self._expert_layers)
@@ -130,7 +137,10 @@ class VllmEngine(ProcessEngine[VllmStream]):
         from vllm.inputs import tokens_input
 
         request, llm = stream.request, self._llm
-        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=str(self._salt))
+        images = images_in(request.prompt_ids)
+        prompt: Any = tokens_input(request.prompt_ids.tolist(), cache_salt=str(self._salt))
+        if images:
+            prompt = self._with_images(request.prompt_ids, images)
         params = sampling_params(request, self._vocab_size())
         try:
             collector = await llm.add_request(request.request_id, prompt, params)
@@ -146,8 +156,30 @@ class VllmEngine(ProcessEngine[VllmStream]):
         finished = False
         while not finished:
             output = await collector.get()
+            if images and output.prompt_token_ids != as_model_ids(request.prompt_ids, self._token).tolist():
+                found = (
+                    f"vLLM makes other tokens of it than the model's processor: {len(output.prompt_token_ids or [])}"
+                )
+                do = "train this model on rows of text"
+                raise GenerationError(explain(f"a prompt of {len(request.prompt_ids)} tokens with images", found, do))
             finished = output.finished
             self._hand_over(stream, stream.take(output, self._version), is_last=finished)
+
+    def _with_images(self, ids: np.ndarray, images: list[ImageRun]) -> dict[str, Any]:
+        """vLLM's prompt: each image is one token, which vLLM expands again. It keeps its encoder's outputs over
+        publishes, which never change the encoder."""
+        assert self._images is not None, "others refuse the ids"
+        if (ids == self._token).any():
+            found, do = "it sampled the token of images, which vLLM would take for one", "sample this response again"
+            raise GenerationError(explain("resume a response to a prompt with images", found, do))
+        keys = [image.key for image in images]
+        rest = np.concatenate([image.at[1:] for image in images])
+        return {
+            "prompt_token_ids": np.delete(as_model_ids(ids, self._token), rest).tolist(),
+            "multi_modal_data": {"image": self._images.open(keys)},
+            "multi_modal_uuids": {"image": keys},
+            "cache_salt": str(self._salt),
+        }
 
     def _leave(self, stream: VllmStream) -> None:
         super()._leave(stream)

@@ -54,7 +54,8 @@ def engine_arguments(
         "trust_remote_code": model.trust_remote_code,
         "dtype": model.inference_dtype,
         "quantization": settings.quantization,
-        "load_format": "auto" if load_real_weights else "dummy",
+        # Encoders of images come from the files: no publish has them.
+        "load_format": "auto" if load_real_weights or model.image_directory is not None else "dummy",
         "seed": seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
@@ -69,8 +70,8 @@ def engine_arguments(
         "stream_interval": settings.stream_interval,
         "enforce_eager": settings.enforce_eager,
         "enable_sleep_mode": settings.enable_sleep_mode,
-        "skip_tokenizer_init": not settings.structured_outputs,
-        "language_model_only": True,  # rows are text
+        "skip_tokenizer_init": not settings.structured_outputs and model.image_directory is None,
+        "language_model_only": model.image_directory is None,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": settings.max_logprobs,

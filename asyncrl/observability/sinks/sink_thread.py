@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from asyncrl.types.metrics import Record
@@ -59,10 +60,8 @@ class SinkFeed:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Returns when the sink has written everything and is closed, after `timeout_s` at the latest."""
         deadline = time.monotonic() + timeout_s
-        try:
+        with suppress(queue.Full):
             self._records.put(None, timeout=timeout_s)
-        except queue.Full:
-            pass
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             logger.warning("sink %s does not end within %g s: what it has not written is lost", self._name, timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,9 @@ def read_records(path: Path) -> list[dict[str, float]]:
     none."""
     by_step: dict[int, dict[str, float]] = {}
     for line in path.read_bytes().splitlines() if path.is_file() else ():
-        try:
+        with suppress(ValueError):  # torn by a crash
             record = from_plain(Mapping[str, float | None], read_json(line))
             by_step[from_plain(Whole, record.get(Metric.STEP))] = finite(record)
-        except ValueError:
-            continue  # torn by a crash
     if not by_step:
         found = "no record of an optimizer step there" if path.is_file() else "no such file"
         raise ConfigError(explain(f"the metrics in {path}", found, "name the directory of a run, as runs/quickstart"))

@@ -53,7 +53,7 @@ class WandbSink:
     def close(self) -> None:
         if self._run is not None:
             try:
-                self._draw(self._charts.at_the_end())
+                self._draw(self._charts.due(last=True))
                 self._run.finish()
             finally:
                 self.abandon()
@@ -77,23 +77,8 @@ class WandbSink:
 
     def run(self) -> Any:
         """The W&B run, started or resumed on the first call."""
-        if self._run is None:
-            self._run = self._begin()
-        return self._run
-
-    def steps_there(self) -> dict[int, float]:
-        """Step -> `time_s` of its newest record on W&B's server, which tells repeated trainings apart."""
-        import wandb
-
-        run = self.run()
-        found: dict[int, float] = {}
-        if run.resumed:
-            keys = [str(Metric.STEP), str(Metric.TIME)]
-            for row in wandb.Api().run(f"{run.entity}/{run.project}/{run.id}").scan_history(keys=keys, use_cache=False):
-                found[int(row[Metric.STEP])] = float(row[Metric.TIME])
-        return found
-
-    def _begin(self) -> Any:
+        if self._run is not None:
+            return self._run
         import wandb
         import wandb.util
 
@@ -116,7 +101,20 @@ class WandbSink:
             summary = dict.fromkeys(("last", metric.reduction, *best))
             name = f"{metric}*" if metric.is_family else str(metric)
             run.define_metric(name, step_metric=str(Metric.STEP), summary=",".join(summary))
+        self._run = run
         return run
+
+    def steps_there(self) -> dict[int, float]:
+        """Step -> `time_s` of its newest record on W&B's server, which tells repeated trainings apart."""
+        import wandb
+
+        run = self.run()
+        found: dict[int, float] = {}
+        if run.resumed:
+            keys = [str(Metric.STEP), str(Metric.TIME)]
+            for row in wandb.Api().run(f"{run.entity}/{run.project}/{run.id}").scan_history(keys=keys, use_cache=False):
+                found[int(row[Metric.STEP])] = float(row[Metric.TIME])
+        return found
 
     def _run_id(self) -> str:
         """The run's id, stored in the run directory and copied with it."""

@@ -4,6 +4,7 @@ trajectories."""
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class WandbCharts:
     def __init__(self, samples: Path) -> None:
         self._samples, self._read = samples, 0
         self._tokens: dict[str, float] = dict.fromkeys(LAG_BUCKETS, 0.0)
-        self._weighed: dict[tuple[Metric, str], float] = {}
+        self._weighed = defaultdict[tuple[Metric, str], float](float)
         """Family and bucket -> sum over the bucket's tokens."""
         self._steps, self._step = 0, 0.0
 
@@ -42,20 +43,15 @@ class WandbCharts:
             tokens = share * record.get(Metric.TRAINED_TOKENS, 0.0)
             self._tokens[bucket] += tokens
             for family in (Metric.LAG_RATIO, Metric.LAG_KL):
-                self._weighed[family, bucket] = self._weighed.get((family, bucket), 0.0) + tokens * record.get(
-                    family.of(bucket), 0.0
-                )
+                self._weighed[family, bucket] += tokens * record.get(family.of(bucket), 0.0)
         self._steps += 1
         self._step = record[Metric.STEP]
         counts = np.asarray(shares), np.asarray(EDGES)
         return {"staleness/lag_histogram": wandb.Histogram(np_histogram=counts)}
 
-    def due(self) -> dict[str, Any]:
-        """Charts and tables if they are due, else empty."""
-        return self._summary() if self._steps % EVERY_STEPS == 0 else {}
-
-    def at_the_end(self) -> dict[str, Any]:
-        return self._summary() if self._steps % EVERY_STEPS else {}
+    def due(self, *, last: bool = False) -> dict[str, Any]:
+        """Charts and tables if they are due, else empty. `last`: no more records come, so the others are due."""
+        return self._summary() if (self._steps % EVERY_STEPS == 0) != last else {}
 
     def _summary(self) -> dict[str, Any]:
         found = {

@@ -106,9 +106,8 @@ def _func_name(metadata: Any) -> str:
 
 def _lines(value: Any) -> str:
     """`value` as text; some datasets write a text as a list of lines."""
-    return (
-        "\n".join(map(str, value)) + "\n" if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
-    )
+    is_listed = isinstance(value, Sequence) and not isinstance(value, str)
+    return "\n".join(map(str, value)) + "\n" if is_listed else str(value)
 
 
 def _is_nothing(case: Case) -> bool:

@@ -9,7 +9,7 @@ import secrets
 import textwrap
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,16 +45,10 @@ class CodeReward:
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        code = config.code
-        require_protection("reward.code", basic_allowed=code.allow_basic_sandbox)
+        limits = asdict(config.code)
+        require_protection("reward.code", basic_allowed=limits.pop("allow_basic_sandbox"))
         self._harness = Path(__file__).with_name("harness.py").read_text(encoding="utf-8")
-        self._limits = SandboxLimits(
-            timeout_s=code.timeout_s,
-            cpu_s=code.cpu_s,
-            memory_bytes=code.memory_bytes,
-            file_bytes=code.file_bytes,
-            max_processes=code.max_processes,
-        )
+        self._limits = SandboxLimits(**limits)
 
     def __call__(self, response: str, row: PromptRow) -> RewardResult:
         """Raises ValueError: the tests of the row cannot judge a program."""

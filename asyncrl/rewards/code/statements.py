@@ -24,22 +24,10 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SKIPS = {"skip", "skipIf", "skipUnless", "skipif", "skipTest", "xfail", "expectedFailure", "importorskip"}
 _NEEDS_PYTEST = {"fixture", "parametrize", "usefixtures", "given"}
 _HOOKS = {f"{when}_{what}" for when in ("setup", "teardown") for what in ("module", "function")} | {"load_tests"}
-_WRAPPERS = {
-    "set",
-    "list",
-    "tuple",
-    "dict",
-    "frozenset",
-    "sorted",
-    "str",
-    "repr",
-    "bool",
-    "int",
-    "float",
-    "round",
-    "abs",
-}
-_WRAPPERS |= {"len", "all", "any", "max", "min", "map", "zip", "range", "enumerate", "isinstance", "type", "print"}
+_WRAPPERS = frozenset(
+    "set list tuple dict frozenset sorted str repr bool int float round abs len all any max min map zip range "  # noqa: SIM905
+    "enumerate isinstance type print".split()
+)
 _GENERATOR_FLAGS = 0x20 | 0x200
 
 
@@ -185,9 +173,7 @@ def _is_check(statement: ast.stmt) -> bool:
             return _name(call).startswith("assert")
         case ast.With() | ast.AsyncWith():
             return any(_name(item.context_expr).startswith(("assert", "raises", "warns")) for item in statement.items)
-        case ast.If():
-            return any(map(_fails, (*statement.body, *statement.orelse)))
-        case ast.Try() | ast.TryStar():
+        case ast.If() | ast.Try() | ast.TryStar():
             return any(map(_fails, (*statement.body, *statement.orelse)))
     return False
 

@@ -23,7 +23,7 @@ from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.fsdp.attention import PACKED_SDPA, VARLEN, register_packed_attention, varlen_kernel
 from asyncrl.trainer.fsdp.supports import check_heads, unsupported
-from asyncrl.types import HOW_TO_TIE, ROUTED, UNTIED, ModelFacts, auto_class, decoder_of, drop_towers, misfit, settle
+from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, auto_class, decoder_of, drop_towers, misfit, settle
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,9 @@ def load_model(
     head: bool = True,
     dtype: torch.dtype = torch.float32,
     max_model_len: int | None = None,
-) -> PreTrainedModel:
-    """The model of `model.path` on the CPU, unsharded; without `head` only the layers up to the hidden states.
+) -> tuple[PreTrainedModel, dict[str, nn.Module]]:
+    """The model of `model.path` on the CPU, unsharded; without `head` only the layers up to the hidden states. And its
+    encoders of images, which are not part of it any more (`types.drop_towers`).
 
     The first rank of the mesh reads the weights. On the other ranks parameters are uninitialised memory that is never
     touched until `shard` sends each rank its part, so the model occupies host memory once, not once per rank.
@@ -83,24 +84,14 @@ def load_model(
             text = "%s: %d tensors of the files are not used, the first is %s"
             logger.warning(text, model.path, len(unused), unused[0])
     if towers := drop_towers(found):
-        logger.info("%s: rows are text, so %s are left out of the training", model.path, " and ".join(towers))
+        text = "%s: %s are left out of the training%s"
+        frozen = "" if model.image_directory is None else ", and stay as they are"
+        logger.info(text, model.path, " and ".join(towers), frozen)
     check_supported(found, head=head)
     check_heads(fsdp, ModelFacts.of_config(model.path, found.config.to_dict()), key)
     if fsdp.activation_checkpointing:
         found.gradient_checkpointing_enable({"use_reentrant": False})
-    return found
-
-
-def check_routers(causal_lm: PreTrainedModel, coefficient: float) -> None:
-    """Raises ConfigError: a load-balancing loss is requested, and the model is no mixture of experts."""
-    if coefficient > 0 and causal_lm.config.model_type not in ROUTED:
-        raise ConfigError(
-            explain(
-                f"algorithm.router_aux_coefficient={coefficient:g}",
-                f"a {type(causal_lm).__name__} has no routers that are known here",
-                f"set it to 0, or train a mixture of experts ({', '.join(ROUTED)})",
-            )
-        )
+    return found, towers
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -18,15 +19,17 @@ from transformers import AutoTokenizer, PreTrainedModel
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
+from asyncrl.kernels.images import ImageInputs
+from asyncrl.kernels.routers import RouterTaps
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.context import ContextRanks
-from asyncrl.trainer.fsdp.model import Kernels, check_routers, choose_attention, compile_layers, load_model, shard
+from asyncrl.trainer.fsdp.model import Kernels, choose_attention, compile_layers, load_model, shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
-from asyncrl.trainer.fsdp.proof import Way, agreed, forward_row, of_first_rank
+from asyncrl.trainer.fsdp.proof import Way, agreed, forward_row, of_first_rank, prove_choices
 from asyncrl.trainer.fsdp.trained import Reference, Trained, policy_outputs
 from asyncrl.trainer.step.batch import PackedTokens
-from asyncrl.trainer.step.model import StepModels
+from asyncrl.trainer.step.model import StepModels, require_experts
 from asyncrl.trainer.token_logprobs import LogitRules
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.weights.stored_layout import StoredLayout, stored_layout
@@ -92,27 +95,39 @@ class Models:
         spec = self._spec
         # Base weights under adapters never change, so they are kept in the dtype of the passes.
         kept = spec.trainer.fsdp.param_dtype if spec.trainer.lora.rank else "float32"
-        model, way = self._load(spec.model, spec.trainer.fsdp, dtype=getattr(torch, kept))
-        check_routers(model, spec.algorithm.router_aux_coefficient)
+        model, way, images = self._load(spec.model, spec.trainer.fsdp, dtype=getattr(torch, kept))
+        taps = self._taps(model, way)
         find = partial(stored_layout, model, spec.model)
         self.layout = of_first_rank(self._mesh, find, f"name the tensors of a {type(model).__name__}")
         if spec.trainer.lora.rank:
             lora.add_adapters(model, spec.trainer.lora)
         if spec.trainer.compile:
             compile_layers(model)
-        replays = spec.trainer.router_replay == "rollout"
-        policy = Policy(model, context=self._context, logits=self._logits, replays=replays, way=way)
+        policy = Policy(model, context=self._context, logits=self._logits, taps=taps, way=way, images=images)
         shard(policy, model, self._mesh, spec.trainer.fsdp)
         return policy
+
+    def _taps(self, model: PreTrainedModel, way: Way) -> RouterTaps | None:
+        """For router replay or a load-balancing loss, proven. Collective."""
+        spec = self._spec
+        if spec.trainer.router_replay == "off" and not spec.algorithm.router_aux_coefficient:
+            return None
+        taps = RouterTaps(model)
+        require_experts(spec, has_some=bool(taps.layers))
+        of_first_rank(
+            self._mesh, partial(prove_choices, model, way, taps), f"replay the experts of a {type(model).__name__}"
+        )
+        return taps
 
     def _frozen_reference(self) -> Policy:
         spec, path = self._spec, self._spec.algorithm.kl.path
         named = self._named(path)
         fsdp = replace(spec.trainer.fsdp, activation_checkpointing=False, reshard_after_forward=True)
         key = "algorithm.kl.path" if path else "model.path"
-        model, way = self._load(named, fsdp, key=key, dtype=getattr(torch, fsdp.param_dtype))
+        model, way, images = self._load(named, fsdp, key=key, dtype=getattr(torch, fsdp.param_dtype))
         self._check_vocabulary(model, f"{key}={named.path}")
-        reference = Policy(model.requires_grad_(False).eval(), context=self._context, logits=self._logits, way=way)
+        frozen = model.requires_grad_(False).eval()
+        reference = Policy(frozen, context=self._context, logits=self._logits, way=way, images=images)
         shard(reference, model, self._mesh, fsdp)
         return reference
 
@@ -120,7 +135,7 @@ class Models:
         spec, path = self._spec, self._spec.algorithm.critic.path
         named = self._named(path)
         key = "algorithm.critic.path" if path else "model.path"
-        backbone, way = self._load(named, spec.trainer.fsdp, key=key, head=False)
+        backbone, way, _ = self._load(named, spec.trainer.fsdp, key=key, head=False)
         self._check_vocabulary(backbone, f"{key}={named.path}")
         if spec.trainer.compile:
             compile_layers(backbone)
@@ -128,8 +143,10 @@ class Models:
         shard(critic, backbone, self._mesh, spec.trainer.fsdp)
         return critic
 
-    def _load(self, model: ModelConfig, fsdp: FsdpConfig, **how: Any) -> tuple[PreTrainedModel, Way]:
-        found = load_model(model, fsdp, self._mesh, max_model_len=self._spec.max_model_len, **how)
+    def _load(
+        self, model: ModelConfig, fsdp: FsdpConfig, **how: Any
+    ) -> tuple[PreTrainedModel, Way, ImageInputs | None]:
+        found, towers = load_model(model, fsdp, self._mesh, max_model_len=self._spec.max_model_len, **how)
         sinks = any("sink" in name for name, _ in found.named_parameters())
         attention = choose_attention(fsdp, Kernels.of(torch.device(self._mesh.device_type)), sinks=sinks)
         packing, head = self._spec.trainer.packing, how.get("head", True)
@@ -138,7 +155,19 @@ class Models:
             asked = f"trainer.fsdp.context_parallel={fsdp.context_parallel}"
             do = "set trainer.fsdp.context_parallel to 1"
             raise ConfigError(explain(asked, f"rows of a {type(found).__name__} are padded", do))
-        return found, way
+        if model.image_directory is None:
+            return found, way, None
+        rope = getattr(found.config.get_text_config(), "rope_parameters", None) or {}
+        if "mrope_section" in rope and not way.pads:
+            asked, why = f"images for a {type(found).__name__}", "its positions have three axes, which rows do not tell"
+            raise ConfigError(explain(asked, why, "set trainer.packing=padded"))
+        device = torch.device(self._mesh.device_type)
+        images = ImageInputs(found.config, model, towers, device, getattr(torch, fsdp.param_dtype))
+        if dist.get_world_size() > 1:
+            for tower in towers.values():
+                for tensor in (*tower.parameters(), *tower.buffers()):
+                    dist.broadcast(tensor, src=0)
+        return found, way, images
 
     def _named(self, path: str | None) -> ModelConfig:
         """The model at `path`; `model.revision` applies to `model.path` only."""

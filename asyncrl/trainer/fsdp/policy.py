@@ -10,10 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from asyncrl.algorithms.router_balance import routing_sums
+from asyncrl.kernels.images import ImageInputs
+from asyncrl.kernels.routers import RouterTaps
 from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.proof import Way, forward_row
-from asyncrl.trainer.fsdp.router_replay import RouterReplay
 from asyncrl.trainer.step.batch import PackedTokens
+from asyncrl.trainer.step.model import Routers
 from asyncrl.trainer.token_logprobs import LogitRules, among_kept, logprobs_beside, token_logprobs
 
 
@@ -26,24 +28,24 @@ class Policy(nn.Module):
         *,
         context: ContextRanks | None = None,
         logits: LogitRules | None = None,
-        replays: bool = False,
+        taps: RouterTaps | None = None,
         way: Way | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
         """
         Args:
+            images: of the tokens; None: they have none.
             way: how rows pass through the model; None: packed.
             context: the ranks that share each row; None: this rank has whole rows.
             logits: how logits are formed; None: the default.
-            replays: the routers take the recorded experts of the packed tokens.
-
-        Raises:
-            ConfigError: with `replays`, the model has no routers.
+            taps: of `causal_lm`, for router replay and a load-balancing loss; None: neither is requested.
         """
         super().__init__()
         self.causal_lm = causal_lm
         self._context, self._way = context or ContextRanks(), way or Way()
         self._logits = replace(logits or LogitRules(), cap=self._way.cap)
-        self._replay = RouterReplay(causal_lm) if replays else None
+        self._taps, self._images = taps, images
+        self._routers = None if taps is None else Routers(len(taps.layers), taps.per_token, taps.num_experts)
 
     def forward(self, tokens: PackedTokens, temperature: float, *, routing: bool = False) -> tuple[torch.Tensor, ...]:
         """Log-probability and entropy of each predicted token, [n] float32 each; see `token_logprobs`. With `routing`
@@ -51,9 +53,11 @@ class Policy(nn.Module):
         log-probabilities, [n, k] float32, come last. The same on all ranks that share the row."""
         part = self._context.part_of(tokens)
         tokens = part.tokens
-        if self._replay is not None:
-            self._replay.set(tokens.experts)
-        hidden, router_logits = forward_row(self.causal_lm, part, self._way, routing=routing)
+        if self._images is not None:  # environments may have written images, which nothing predicts
+            tokens = replace(tokens, targets=self._images.plain(tokens.targets))
+        if self._routers is not None and tokens.experts is not None:
+            self._routers.require(tokens.experts)
+        hidden, choices = forward_row(self.causal_lm, part, self._way, self._taps, self._images, routing=routing)
         temperature = temperature / self._way.scale
         # Three ways to the log-probabilities: over the kept tokens, with further tokens, or of the targets alone.
         head: Any = self.causal_lm.get_output_embeddings()
@@ -71,7 +75,6 @@ class Policy(nn.Module):
         else:
             found = token_logprobs(*of_targets, temperature=temperature, rules=rules)
         # Combine the results of the ranks that share the row.
-        config = self.causal_lm.config.get_text_config()
-        sums = routing_sums(router_logits, config.num_experts_per_tok) if routing else ()
+        sums = routing_sums(choices) if routing else ()
         of_row = tuple(part.of_row(values) for values in (*found, *others))
         return *of_row[:2], *(part.summed(values) for values in sums), *of_row[2:]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError, explain
+from asyncrl.kernels.images import ImageInputs
+from asyncrl.kernels.routers import RouterChoice, RouterTaps
 from asyncrl.trainer.fsdp.attention import PACKED_ROWS, PACKED_SDPA
 from asyncrl.trainer.fsdp.context import RowPart
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
@@ -45,27 +47,43 @@ class Way:
 
 
 def forward_row(
-    model: PreTrainedModel, part: RowPart, way: Way, *, routing: bool = False
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """[n, hidden size]: the last layer's output at the predictor of each predicted token of this rank's part. With
-    `routing` also the router logits, [N, experts] per layer with experts. Collective over the ranks that share the
-    row."""
+    model: PreTrainedModel,
+    part: RowPart,
+    way: Way,
+    taps: RouterTaps | None = None,
+    images: ImageInputs | None = None,
+    *,
+    routing: bool = False,
+) -> tuple[torch.Tensor, list[RouterChoice]]:
+    """[n, hidden size]: the last layer's output at the predictor of each predicted token of this rank's part. Routers
+    take the experts of the tokens. With `routing` also what they choose by themselves, for the N tokens of the row.
+    Collective over the ranks that share the row.
+
+    Args:
+        taps: of the model; None: tokens bring no experts, and `routing` is not requested.
+        images: of the model; None: tokens have none.
+    """
     tokens = part.tokens
-    asked: dict[str, Any] = {"output_router_logits": True} if routing else {}
-    found, places = _padded(model, tokens, **asked) if way.pads else (_packed(model, part, **asked), None)
-    hidden, routed = found.last_hidden_state.flatten(0, 1), found.router_logits if routing else ()
-    if places is None:
-        return hidden.index_select(0, tokens.predictors), tuple(logits[: part.num_real] for logits in routed)
-    row = (values.index_select(0, places) for values in routed)
-    return hidden.index_select(0, places.index_select(0, tokens.predictors)), tuple(row)
+    batch, places = _padded(tokens) if way.pads else (None, torch.arange(part.num_real, device=tokens.targets.device))
+    if taps is not None:
+        taps.experts = tokens.experts
+        if batch is not None and tokens.experts is not None:  # what fills up chooses for itself
+            filled = tokens.experts.new_full((batch.numel(), *tokens.experts.shape[1:]), -1)
+            taps.experts = filled.index_copy_(0, places, tokens.experts)
+    with nullcontext([]) if taps is None or not routing else taps.recorded() as seen:
+        read = partial(decoder_of(model) if images is None else partial(images.read, model), use_cache=False)
+        found = read(batch) if batch is not None else _packed(read, part)
+    choices = [RouterChoice(of.scores.index_select(0, places), of.experts.index_select(0, places)) for of in seen]
+    hidden = found.last_hidden_state.flatten(0, 1)
+    predictors = tokens.predictors if batch is None else places.index_select(0, tokens.predictors)
+    return hidden.index_select(0, predictors), choices
 
 
-def _packed(model: PreTrainedModel, part: RowPart, **asked: Any) -> Any:
+def _packed(read: Callable[..., Any], part: RowPart) -> Any:
     tokens, layout = part.tokens, part.tokens.layout
-    return decoder_of(model)(
-        input_ids=tokens.input_ids,
+    return read(
+        tokens.input_ids,
         position_ids=tokens.position_ids,
-        use_cache=False,
         packed_layout=layout,
         exchange=part.exchange,
         # flash attention reads these; the other implementations read the layout
@@ -73,13 +91,12 @@ def _packed(model: PreTrainedModel, part: RowPart, **asked: Any) -> Any:
         cu_seq_lens_k=layout.boundaries,
         max_length_q=layout.max_length,
         max_length_k=layout.max_length,
-        **asked,
     )
 
 
-def _padded(model: PreTrainedModel, tokens: PackedTokens, **asked: Any) -> tuple[Any, torch.Tensor]:
-    """The model's output for the padded batch, and [N] int64: the place of each token of the row among [sequences x
-    longest]. One pass for all lengths: ranks must make equally many."""
+def _padded(tokens: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """[sequences, longest] token ids, and [N] int64: the place of each token of the row among them. One batch for all
+    lengths: ranks must make equally many passes."""
     layout = tokens.layout
     lengths = layout.class_boundaries.diff().long()
     count, longest = len(lengths), layout.max_length
@@ -89,7 +106,7 @@ def _padded(model: PreTrainedModel, tokens: PackedTokens, **asked: Any) -> tuple
     ids = tokens.input_ids[0] if layout.order is None else tokens.input_ids[0].index_select(0, layout.order)
     batch = ids.new_zeros(count * longest).index_copy_(0, slots, ids).view(count, longest)
     places = slots if layout.places is None else slots.index_select(0, layout.places)
-    return decoder_of(model)(input_ids=batch, use_cache=False, **asked), places
+    return batch, places
 
 
 def of_first_rank(mesh: DeviceMesh, find: Callable[[], Any], asked: str) -> Any:
@@ -138,8 +155,7 @@ def prove(model: PreTrainedModel, attention: str, packing: Packing = "auto", *, 
             in training differ.
     """
     bound = _BOUNDS[model.dtype]
-    embedding: Any = model.get_input_embeddings()
-    sequences = _drawn(embedding.weight.shape[0])
+    sequences = _drawn(_vocabulary(model))
     with _evaluated(model):
         model.set_attn_implementation("eager")
         alone = [decoder_of(model)(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in sequences]
@@ -185,13 +201,40 @@ def _apart(model: PreTrainedModel, way: Way, sequences: list[torch.Tensor], alon
     return float(max(gaps)) if np.isfinite(gaps).all() else "values that are not finite"
 
 
+@torch.no_grad()
+def prove_choices(model: PreTrainedModel, way: Way, taps: RouterTaps) -> None:
+    """Raises ConfigError: a router's choice is not found, or replayed it gives something else."""
+    part = _row(_drawn(_vocabulary(model))[1:])
+    try:
+        first, choices = forward_row(model, part, way, taps, routing=True)
+    except ValueError as error:
+        do = "set trainer.router_replay=off and algorithm.router_aux_coefficient=0"
+        raise ConfigError(explain(f"read the experts of a {type(model).__name__}", str(error), do)) from None
+    again = replace(part, tokens=replace(part.tokens, experts=torch.stack([c.experts for c in choices], 1)))
+    apart = float((forward_row(model, again, way, taps)[0] - first).abs().max() / first.abs().max())
+    taps.experts = None
+    if not apart <= _BOUNDS[model.dtype]:
+        found, do = f"through the experts of its own choice it differs by {apart:.2g}", "set trainer.router_replay=off"
+        raise ConfigError(explain(f"replay the experts of a {type(model).__name__}", found, do))
+
+
 def _hidden(model: PreTrainedModel, way: Way, rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return forward_row(model, _row(rows), way)[0].split([len(ids) for ids in rows])
+
+
+def _row(rows: list[torch.Tensor]) -> RowPart:
+    """Of these sequences, each of whose tokens predicts."""
     lengths = [len(ids) for ids in rows]
     every = torch.arange(sum(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])
     layout = PackedLayout.of(lengths, torch.device("cpu"))
     tokens = PackedTokens(torch.cat(rows)[None], positions[None], layout, every, every, 1.0)
-    return forward_row(model, RowPart(tokens, len(every), len(every)), way)[0].split(lengths)
+    return RowPart(tokens, len(every), len(every))
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    embedding: Any = model.get_input_embeddings()
+    return embedding.weight.shape[0]
 
 
 def _drawn(vocabulary: int) -> list[torch.Tensor]:

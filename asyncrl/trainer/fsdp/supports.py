@@ -28,9 +28,6 @@ def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
         found = f"the model at {key} has {facts.padding}" if facts.padding else "trainer.packing=padded"
         do = "set trainer.fsdp.context_parallel to 1"
         raise ConfigError(explain(f"trainer.fsdp.context_parallel={ranks}", f"{found}: rows are padded", do))
-    if trainer.router_replay != "off" and (trainer.packing == "padded" or facts.padding):
-        found = "rows are padded, and the recorded experts are those of a packed row"
-        raise ConfigError(explain(f"trainer.router_replay={trainer.router_replay}", found, "set it to off"))
 
 
 def check_heads(fsdp: FsdpConfig, facts: ModelFacts, key: str) -> None:

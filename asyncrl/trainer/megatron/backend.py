@@ -122,8 +122,5 @@ def _build(spec: TrainerSpec, device: torch.device) -> tuple[MegatronModels, Tra
     groups = join_groups(spec.trainer)
     models = MegatronModels(spec, groups, on_cpu=device.type == "cpu")
     step = TrainingStep(spec, models.of_step(), peers=Peers(groups.data), device=device)
-    return (
-        models,
-        step,
-        BlockPublication(models.policy.parameters, spec.model.inference_dtype, spec.trainer.megatron.pipeline_parallel),
-    )
+    stages = spec.trainer.megatron.pipeline_parallel
+    return models, step, BlockPublication(models.policy.parameters, spec.model.inference_dtype, stages)

@@ -6,8 +6,8 @@ with the allocations of ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 
 from asyncrl.config.trainer import TrainerConfig
@@ -16,21 +16,6 @@ from asyncrl.trainer.model_tensors import EMBEDDING, NORM, OUTPUT, RankMemory, S
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _GRADIENT_BYTES, _MOMENT_BYTES, _MASTER_BYTES = 4, 8, 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """Elements of one model on a rank: outside the experts, and in the experts."""
-
-    dense: int = 0
-    experts: int = 0
-
-    def __add__(self, other: _Share) -> _Share:
-        return _Share(self.dense + other.dense, self.experts + other.experts)
-
-    @property
-    def elements(self) -> int:
-        return self.dense + self.experts
 
 
 def stage_of(name: str, trainer: TrainerConfig, num_layers: int) -> int:
@@ -60,21 +45,22 @@ def rank_memory(
     found = []
     for stage in range(stages):
         policy = _share(trainer, tensors, stage)
-        trained = policy + (_share(trainer, tensors, stage, critic=True) if critic else _Share())
-        held = trained.elements + (policy.elements if reference else 0)
-        masters = -(-trained.dense // trainer.layout.num_plans) - (-trained.experts // expert_copies)
+        trained = policy + (_share(trainer, tensors, stage, critic=True) if critic else Counter())
+        held = trained.total() + (policy.total() if reference else 0)
+        masters = -(-trained["dense"] // trainer.layout.num_plans) - (-trained["experts"] // expert_copies)
         found.append(
             RankMemory(
                 ranks=f"stage {stage} of {stages}" if stages > 1 else "each rank",
                 weights=width * held,
-                gradients=_GRADIENT_BYTES * trained.elements,
+                gradients=_GRADIENT_BYTES * trained.total(),
                 optimizer=state * masters,
             )
         )
     return found
 
 
-def _share(trainer: TrainerConfig, tensors: Mapping[str, Shape], stage: int, *, critic: bool = False) -> _Share:
+def _share(trainer: TrainerConfig, tensors: Mapping[str, Shape], stage: int, *, critic: bool = False) -> Counter[str]:
+    """Elements of one model on a rank: "dense", outside the experts, and in the "experts"."""
     megatron = trainer.megatron
     num_layers = 1 + max(layer_of(name) or 0 for name in tensors)
     here = {n: shape for n, shape in tensors.items() if stage_of(n, trainer, num_layers) == stage}
@@ -85,16 +71,17 @@ def _share(trainer: TrainerConfig, tensors: Mapping[str, Shape], stage: int, *, 
             here["head.weight"] = (tensors[NORM][0] + 1,)
     elif OUTPUT not in tensors and stage == last > 0:
         here[OUTPUT] = tensors[EMBEDDING]  # the last stage has a copy of a tied embedding
-    dense = experts = 0
+    found = Counter[str]()
     for name, shape in here.items():
         if ".experts." in name:
-            experts += prod(shape)
+            found["experts"] += prod(shape)
         elif name in (EMBEDDING, OUTPUT):
             unit = VOCABULARY_ROWS * megatron.tensor_parallel
-            dense += -(-shape[0] // unit) * VOCABULARY_ROWS * shape[1]
+            found["dense"] += -(-shape[0] // unit) * VOCABULARY_ROWS * shape[1]
         else:
-            dense += prod(shape) // (1 if _is_whole(name) else megatron.tensor_parallel)
-    return _Share(dense, experts // (megatron.expert_parallel * megatron.experts_split_by))
+            found["dense"] += prod(shape) // (1 if _is_whole(name) else megatron.tensor_parallel)
+    found["experts"] //= megatron.expert_parallel * megatron.experts_split_by
+    return found
 
 
 def _is_whole(name: str) -> bool:

@@ -54,10 +54,6 @@ class Groups:
     data: dist.ProcessGroup
     coordinates: Coordinates
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pipeline.rank() == self.pipeline.size() - 1
-
 
 def join_groups(trainer: TrainerConfig) -> Groups:
     """Creates Megatron-core's parallel groups over all ranks, or reuses this process's groups; collective.
@@ -65,7 +61,8 @@ def join_groups(trainer: TrainerConfig) -> Groups:
     Raises:
         RuntimeError: this process has groups of another layout.
     """
-    layout, parallel = trainer.megatron, _parallel()
+    layout = trainer.megatron
+    parallel: Any = parallel_state  # its getters are typed too widely
     chunks = layout.chunks_per_stage if layout.chunks_per_stage > 1 else None
     wanted = (layout.tensor_parallel, layout.pipeline_parallel, layout.expert_parallel, layout.experts_split_by, chunks)
     wanted += (layout.context_parallel,)
@@ -277,14 +274,13 @@ class Norm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _parallel() -> Any:
-    """Megatron-core's groups; its getters are typed too widely."""
-    return parallel_state
-
-
 def _block(sizes: ModelSizes, config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
     first, count = get_transformer_layer_offset(config, stage), get_num_layers_to_build(config, stage)
-    made, norm = (_engine_layer, _engine_norm()) if config.transformer_impl == "transformer_engine" else (_layer, Norm)
+    made, norm = _layer, Norm
+    if config.transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm  # its import needs the package
+
+        made, norm = _engine_layer, TENorm
     layers = [made(sizes, experts=number in sizes.expert_layers) for number in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)  # pyright: ignore[reportArgumentType] a module class works
 
@@ -295,12 +291,6 @@ def _engine_layer(sizes: ModelSizes, *, experts: bool) -> ModuleSpec:
     return get_gpt_layer_with_transformer_engine_spec(
         num_experts=sizes.num_experts if experts else None, moe_grouped_gemm=False, qk_layernorm=sizes.qk_norm
     )
-
-
-def _engine_norm() -> Any:
-    from megatron.core.extensions.transformer_engine import TENorm  # its import needs the package
-
-    return TENorm
 
 
 def _layer(sizes: ModelSizes, *, experts: bool) -> ModuleSpec:

@@ -16,23 +16,15 @@ from asyncrl.trainer.megatron.model import Groups, build_chunks, transformer_con
 from asyncrl.trainer.megatron.names import LocalTensor
 from asyncrl.trainer.megatron.optimizer import DistributedUpdate, Share, wrap
 from asyncrl.trainer.megatron.routing import WatchedRouters
-from asyncrl.trainer.megatron.sizes import ModelSizes
 from asyncrl.trainer.megatron.source import PretrainedModel
 from asyncrl.trainer.megatron.stored_state import MASTER, RankFiles
 from asyncrl.trainer.megatron.trained import PipelineFrozen, PipelineTrained, decoder_of
-from asyncrl.trainer.step.model import Output, Routers, StepModels, no_routers
+from asyncrl.trainer.step.model import Output, Routers, StepModels, require_experts
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.trainer.training_state import MOMENTS
 
 HEAD = "head."
 """Prefix of a critic's head; no pretrained model has it."""
-
-
-def _check_routers(sizes: ModelSizes, coefficient: float) -> None:
-    """Raises ConfigError: a load-balancing loss is requested, and the model has no routers."""
-    if coefficient > 0 and not sizes.expert_layers:
-        asked, do = f"algorithm.router_aux_coefficient={coefficient:g}", "set it to 0, or train a mixture of experts"
-        raise ConfigError(explain(asked, "the model at model.path has no experts", do))
 
 
 class TrainedModel(Generic[Output]):
@@ -132,9 +124,7 @@ class MegatronModels:
         self._spec, self._groups, self._on_cpu = spec, groups, on_cpu
         algorithm = spec.algorithm
         source = PretrainedModel(spec.model)
-        _check_routers(source.sizes, algorithm.router_aux_coefficient)
-        if spec.trainer.router_replay == "rollout" and not source.sizes.expert_layers:
-            raise no_routers("the model at model.path")
+        require_experts(spec, has_some=bool(source.sizes.expert_layers))
         self.policy: TrainedModel[Any] = TrainedModel(source, spec, groups, critic=False, on_cpu=on_cpu)
         self.critic: TrainedModel[Any] | None = None
         if algorithm.needs_critic:

@@ -70,11 +70,8 @@ the second belongs to TransformerEngine's layers."""
 
 _BY_COLUMNS = tuple(rule.names[0].rpartition("{expert}")[2] for rule in LAYER.values() if rule.kind == "columns")
 
-EMBEDDING, OUTPUT, FINAL_NORM = (
-    "embedding.word_embeddings.weight",
-    "output_layer.weight",
-    "decoder.final_layernorm.weight",
-)
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
 _VALUE_HEAD = {"value_head.weight": "head.weight", "value_head.bias": "head.bias"}
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"(mlp\.experts\.)local_experts\.(\d+)\.(.+)")

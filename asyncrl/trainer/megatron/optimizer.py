@@ -49,12 +49,10 @@ def wrap(chunks: Sequence[nn.Module], config: TransformerConfig) -> list[Distrib
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
     )
     # Losses are parts of one sum: gradients are not divided by a number of tokens.
-    config.finalize_model_grads_func = _finalize
+    config.finalize_model_grads_func = lambda model, num_tokens=None, **groups: finalize_model_grads(
+        model, None, **groups
+    )
     return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
-
-
-def _finalize(model: list[nn.Module], num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
-    finalize_model_grads(model, None, **groups)
 
 
 class DistributedUpdate:
@@ -142,28 +140,22 @@ class DistributedUpdate:
 
     def steps(self) -> int:
         """Number of optimizer steps; AdamW corrects the bias of its moments by it."""
-        for part in self._parts():
-            for group in part.optimizer.param_groups:
-                if not self._is_torch(part):
-                    return int(group.get("step", 0))
-                for parameter in group["params"]:
-                    return int(part.optimizer.state[parameter]["step"])
-        return 0
+        return next((int(counter.get("step", 0)) for counter, _ in self._counters()), 0)
 
     def set_steps(self, steps: int) -> None:
+        for counter, is_tensor in self._counters():
+            counter["step"] = torch.tensor(float(steps)) if is_tensor else steps
+
+    def _counters(self) -> Iterator[tuple[dict[str, Any], bool]]:
+        """(the dict that has "step", whether as a tensor): torch's Adam counts per tensor, TransformerEngine's and
+        Apex's per group."""
         for part in self._parts():
             for group in part.optimizer.param_groups:
-                if not self._is_torch(part):
-                    group["step"] = steps
-                    continue
-                for parameter in group["params"]:
-                    part.optimizer.state[parameter]["step"] = torch.tensor(float(steps))
+                if isinstance(part.optimizer, torch.optim.AdamW):
+                    yield from ((part.optimizer.state[parameter], True) for parameter in group["params"])
+                else:
+                    yield group, False
 
     def _parts(self) -> list[Any]:
         """The optimizers of all parameters except experts, and of the experts."""
         return [part for part in self._optimizer.chained_optimizers if part.optimizer is not None]
-
-    @staticmethod
-    def _is_torch(part: Any) -> bool:
-        """True for torch's Adam, which counts steps per tensor; TransformerEngine's and Apex's count per group."""
-        return isinstance(part.optimizer, torch.optim.AdamW)

@@ -18,6 +18,7 @@ from torch import nn
 
 from asyncrl.trainer.megatron.names import Block, LocalTensor, order
 from asyncrl.types import SendingRank, TensorSpec
+from asyncrl.weights.plan import runs_of
 
 BUCKET_BYTES = 1 << 27
 """Tensors are assembled together up to this size; a larger tensor alone."""
@@ -82,7 +83,8 @@ class BlockPublication:
         stage: each must exhaust the iterator."""
         stage = self._rank // self._of_stage
         leader = stage * self._of_stage
-        transfers = _Room(self._dtype, next(iter(self._parameters.values())).device)
+        # Reused for every transfer: fresh memory would be zeroed by the system each time.
+        transfers = torch.empty(0, dtype=self._dtype, device=next(iter(self._parameters.values())).device)
         for names in self._buckets(stage):
             # Leader and owners walk the same buckets in the same order, so each send meets its receive.
             held = [held for name in names for held in self._plan[name].values()]
@@ -91,11 +93,11 @@ class BlockPublication:
                 yield from self._gathered(names, by_owner, transfers).items()
             elif self._rank in by_owner:
                 blocks = [self._block(h).flatten() for h in by_owner[self._rank]]
-                packed = transfers.of(sum(block.numel() for block in blocks))
+                packed = transfers.resize_(sum(block.numel() for block in blocks))
                 dist.send(torch.cat(blocks, out=packed), dst=leader)
 
     def _gathered(
-        self, names: Sequence[str], by_owner: dict[int, list[_Held]], transfers: _Room
+        self, names: Sequence[str], by_owner: dict[int, list[_Held]], transfers: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """The tensors of one bucket from the blocks of all owners."""
         device = next(iter(self._parameters.values())).device
@@ -105,7 +107,7 @@ class BlockPublication:
                 parts = [self._block(h) for h in held]
             else:
                 sizes = [torch.Size(h.shape).numel() for h in held]
-                buffer = transfers.of(sum(sizes))
+                buffer = transfers.resize_(sum(sizes))
                 dist.recv(buffer, src=owner)
                 parts = [part.view(h.shape) for h, part in zip(held, buffer.split(sizes), strict=True)]
             for h, part in zip(held, parts, strict=True):
@@ -129,29 +131,9 @@ class BlockPublication:
 
     def _buckets(self, stage: int) -> Iterator[list[str]]:
         """Names of the stage's tensors, bucket by bucket."""
-        bucket, size = [], 0
-        for spec in self.specs():
-            if self._stages(self._plan[spec.name]) != {stage}:
-                continue
-            if bucket and size + spec.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(spec.name)
-            size += spec.nbytes
-        yield bucket
-
-
-class _Room:
-    """Reusable memory for transfers; fresh memory would be zeroed by the system each time."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._buffer = torch.empty(0, dtype=dtype, device=device)
-
-    def of(self, numel: int) -> torch.Tensor:
-        """[numel], uninitialised."""
-        if numel > self._buffer.numel():
-            self._buffer = torch.empty(numel, dtype=self._buffer.dtype, device=self._buffer.device)
-        return self._buffer[:numel]
+        own = (spec for spec in self.specs() if self._stages(self._plan[spec.name]) == {stage})
+        for bucket in runs_of(own, lambda spec: spec.nbytes, BUCKET_BYTES):
+            yield [spec.name for spec in bucket]
 
 
 def _only(stages: set[int]) -> int:

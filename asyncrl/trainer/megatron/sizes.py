@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.types.models import expert_layers_of
+
 VOCABULARY_ROWS = 8
 """Each tensor-parallel rank holds a multiple of this many vocabulary rows, for fast matrix products."""
 
@@ -54,14 +56,11 @@ class ModelSizes:
     @staticmethod
     def of_config(config: Mapping[str, Any]) -> ModelSizes:
         """`config`: of a loaded Hugging Face config, in which every key has a value."""
-        kind, heads, layers = config["model_type"], config["num_attention_heads"], config["num_hidden_layers"]
+        kind, heads = config["model_type"], config["num_attention_heads"]
         rope = config.get("rope_parameters") or {}
         experts = config.get("num_experts") or config.get("num_local_experts") or 0
-        dense = set(config.get("mlp_only_layers") or ())
-        step = config.get("decoder_sparse_step") or 1
-        sparse = frozenset(i for i in range(layers) if experts and i not in dense and (i + 1) % step == 0)
         return ModelSizes(
-            num_layers=layers,
+            num_layers=config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
@@ -78,7 +77,7 @@ class ModelSizes:
             num_experts=experts,
             experts_per_token=config.get("num_experts_per_tok") or 0 if experts else 0,
             expert_size=config.get("moe_intermediate_size") or 0 if experts else 0,
-            expert_layers=sparse,
+            expert_layers=frozenset(expert_layers_of(config)),
             shared_expert_size=config.get("shared_expert_intermediate_size") or 0 if experts else 0,
             normalizes_experts=bool(config.get("norm_topk_prob", True)),
         )

@@ -14,10 +14,7 @@ from asyncrl.types import ModelFacts
 
 PACKAGES = ("megatron.core", "psutil")
 INSTALL = "pip install 'asyncrl[megatron]'"
-ENGINE, INSTALL_ENGINE = (
-    "transformer_engine",
-    "pip install 'transformer-engine[pytorch]', or set trainer.megatron.layers=local",
-)
+INSTALL_ENGINE = "pip install 'transformer-engine[pytorch]', or set trainer.megatron.layers=local"
 
 
 def unsupported(facts: ModelFacts) -> list[str]:
@@ -45,11 +42,10 @@ def check_layout(trainer: TrainerConfig, facts: ModelFacts, key: str) -> None:
         do = "leave it out, or set trainer.backend=fsdp"
         raise ConfigError(explain("trainer.packing=padded", "Megatron-core has packed rows only", do))
     if megatron.layers == "transformer_engine":
-        require_package((ENGINE,), "trainer.megatron.layers=transformer_engine", INSTALL_ENGINE)
+        require_package(("transformer_engine",), "trainer.megatron.layers=transformer_engine", INSTALL_ENGINE)
     tensor, stages = megatron.tensor_parallel, megatron.pipeline_parallel * megatron.chunks_per_stage
-    _require_divides(
-        "tensor_parallel", tensor, (("attention heads", sizes.heads), ("feed-forward width", sizes.ffn)), key
-    )
+    widths = ("attention heads", sizes.heads), ("feed-forward width", sizes.ffn)
+    _require_divides("tensor_parallel", tensor, widths, key)
     if sizes.kv_heads and max(sizes.kv_heads, tensor) % min(sizes.kv_heads, tensor):
         found = f"the model at {key} has {sizes.kv_heads} key-value heads"
         do = f"set trainer.megatron.tensor_parallel to {_nearest(tensor, sizes.kv_heads)}"

@@ -58,7 +58,7 @@ class PipelineFrozen(Generic[Output]):
         counts = [tokens.targets.numel() for tokens in batches]
         ids = batches[0].input_ids
         whole = torch.empty(self._head.rows, sum(counts), dtype=torch.float32, device=ids.device)
-        if self._groups.is_last_stage:
+        if self._groups.pipeline.rank() == self._groups.pipeline.size() - 1:
             whole = torch.cat([found[at] for at in range(len(batches))], 1).contiguous()
         self._from_last_stage(whole)
         return [self._head.output(*one) for one in zip(whole.split(counts, 1), routing, strict=True)]

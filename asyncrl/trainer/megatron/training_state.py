@@ -22,6 +22,7 @@ from asyncrl.trainer.megatron.names import Block, LocalTensor, dim_of
 from asyncrl.trainer.megatron.sizes import ModelSizes
 from asyncrl.trainer.megatron.stored_state import MASTER, TOTAL_STEPS, RankFiles, file_of, header, write_file
 from asyncrl.trainer.training_state import WEIGHT, TensorKind, TrainingState
+from asyncrl.weights.plan import runs_of
 
 MAX_FILE_BYTES = 4 << 30
 """Largest file of a converted checkpoint, unless a single tensor with its moments is larger."""
@@ -30,11 +31,12 @@ _KINDS: dict[TensorKind, str] = {WEIGHT: MASTER, "exp_avg": "exp_avg", "exp_avg_
 
 
 class MegatronCheckpoint:
-    """Reads the master weights."""
+    """Reads the master weights (`CheckpointReader`), and all state (`TrainingState`)."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises ConfigError: there is no checkpoint below `directory`, or it cannot be read."""
-        self._written = RankFiles(directory, f"read the weights of {directory}")
+    def __init__(self, directory: Path, config_of: object = None) -> None:
+        """Raises ConfigError: there is no checkpoint below `directory`, or it cannot be read. `config_of`: not
+        needed."""
+        self._written = RankFiles(directory, f"read the trainer's state of {directory}")
 
     def weights(self, model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
         """See `CheckpointReader`."""
@@ -44,13 +46,6 @@ class MegatronCheckpoint:
     def adapter(self) -> StoredAdapter | None:
         """None: this backend trains all weights."""
         return None
-
-
-class MegatronTrainingState:
-    def __init__(self, directory: Path, config_of: object = None) -> None:
-        """Raises ConfigError: there is no checkpoint below `directory`, or it cannot be read. `config_of`: not
-        needed."""
-        self._written = RankFiles(directory, f"convert {directory}")
 
     def total_steps(self) -> int:
         """See `TrainingState`."""
@@ -87,7 +82,8 @@ def write_training_state(
         numbers[model] = state.steps(model)
         sizes = ModelSizes.of_config(config).fingerprint()
         numbers.update((f"{model}.{size}", value) for size, value in sizes.items())
-    files = list(_files({model: state.shapes(model) for model in configs}, max_file_bytes))
+    whole = [(model, name, shape) for model in configs for name, shape in state.shapes(model).items()]
+    files = list(runs_of(whole, lambda each: prod(each[2]) * torch.float32.itemsize * len(_KINDS), max_file_bytes))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for number, inside in enumerate(files):
@@ -102,23 +98,6 @@ def write_training_state(
     except (OSError, SafetensorError) as error:
         do = "make room there, or name another directory"
         raise StorageError(explain(f"write the trainer's state to {directory}", str(error), do)) from error
-
-
-def _files(
-    shapes: Mapping[str, Mapping[str, tuple[int, ...]]], max_bytes: int
-) -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:
-    """(model, name, shape) of each file's tensors."""
-    inside: list[tuple[str, str, tuple[int, ...]]] = []
-    held = 0
-    for model, named in shapes.items():
-        for name, shape in named.items():
-            nbytes = prod(shape) * torch.float32.itemsize * len(_KINDS)
-            if inside and held + nbytes > max_bytes:
-                yield inside
-                inside, held = [], 0
-            inside.append((model, name, shape))
-            held += nbytes
-    yield inside
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int, LocalTensor]:

@@ -227,13 +227,8 @@ class TrainingStep:
         if math.isfinite(whole) and all(math.isfinite(norm) for norm in norms):
             return tokens > 0
         self._drop_gradients()
-        raise RunFailed(
-            explain(
-                place,
-                f"loss={whole}, gradient norm={', '.join(map(str, norms))}; this update changed no weights",
-                "lower trainer.lr, or look for odd rewards in samples.jsonl",
-            )
-        )
+        found = f"loss={whole}, gradient norm={', '.join(map(str, norms))}; this update changed no weights"
+        raise RunFailed(explain(place, found, "lower trainer.lr, or look for odd rewards in samples.jsonl"))
 
     def _drop_gradients(self) -> None:
         for model in self._in_training:

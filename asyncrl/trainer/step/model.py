@@ -12,7 +12,7 @@ import torch.distributed as dist
 from asyncrl.algorithms.objective import LossStatistics
 from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.step.batch import PackedTokens
-from asyncrl.types import ROUTED
+from asyncrl.trainer.trainer_spec import TrainerSpec
 
 Output = TypeVar("Output")
 
@@ -163,15 +163,14 @@ class Routers:
             )
 
 
-def no_routers(what: str) -> ConfigError:
-    """Error for a model without known routers; `what` names it."""
-    return ConfigError(
-        explain(
-            "trainer.router_replay=rollout",
-            f"{what} has no routers that are known here",
-            f"set it to off, or train a mixture of experts ({', '.join(ROUTED)})",
-        )
-    )
+def require_experts(spec: TrainerSpec, *, has_some: bool) -> None:
+    """Raises ConfigError: router replay or a load-balancing loss is requested, and the model has no experts."""
+    coefficient = spec.algorithm.router_aux_coefficient
+    replays = spec.trainer.router_replay == "rollout"
+    if not has_some and (replays or coefficient > 0):
+        asked = "trainer.router_replay=rollout" if replays else f"algorithm.router_aux_coefficient={coefficient:g}"
+        do = f"set it to {'off' if replays else 0}, or train a mixture of experts"
+        raise ConfigError(explain(asked, f"{spec.model.path} has no experts", do))
 
 
 def taken(recorded: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -31,5 +31,3 @@ CHECKS: dict[Encoding, Callable[[Sequence[TensorSpec]], None]] = {
     "delta": delta.check,
 }
 """Encoding -> check that raises WeightTransferError for foreign tensors."""
-BASE_VERSIONS: dict[Encoding, int | None] = {"full": None, "lora": 0, "delta": None}
-"""Encoding -> `Manifest.base_version`. Version 0 is the model's own files; a delta identifies its base by digest."""

@@ -71,14 +71,8 @@ class BaseWeights:
         Raises:
             WeightTransferError: there are no safetensors files.
         """
-        directory = Path(path).expanduser()
-        if not directory.is_dir():
-            from huggingface_hub import snapshot_download
-
-            patterns = [f"{_STEM}*.safetensors", f"{_STEM}.safetensors.index.json"]
-            directory = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
         self._path = path
-        self._file_of = _open(directory)
+        self._file_of = open_files(path, revision)
         self._views: dict[str, torch.Tensor] = {}
         if not self._file_of:
             asked = f"merge adapters into model.path={path}"
@@ -124,10 +118,17 @@ class BaseWeights:
             yield name, merged(name, self.tensor(name), factors)
 
 
-def _open(directory: Path) -> dict[str, Any]:
-    """The mapped file of each tensor, in the order of the files."""
-    from safetensors import safe_open
+def open_files(path: str, revision: str | None) -> dict[str, Any]:
+    """The mapped file of each tensor, in the order of the files; empty if none is of safetensors. `path` as in
+    `BaseWeights`. Raises OSError, or ValueError: a file is damaged."""
+    from safetensors import SafetensorError, safe_open
 
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download
+
+        patterns = [f"{_STEM}*.safetensors", f"{_STEM}.safetensors.index.json"]
+        directory = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
     index, single = directory / f"{_STEM}.safetensors.index.json", directory / f"{_STEM}.safetensors"
     if index.is_file():
         wanted = {directory / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
@@ -135,6 +136,9 @@ def _open(directory: Path) -> dict[str, Any]:
         wanted = {single} if single.is_file() else set(directory.glob("*.safetensors"))
     found: dict[str, Any] = {}
     for file in sorted(wanted):
-        stored = safe_open(file, framework="pt")
+        try:
+            stored = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{file.name} cannot be read: {error}") from error
         found.update((name, stored) for name in stored.keys() if not name.endswith(_COMPUTED))  # noqa: SIM118 - no dict
     return found

@@ -21,11 +21,6 @@ LoadedTogether = Callable[[Collection[str], Collection[str]], Collection[str]]
 """(names to load, names of all weights) -> all names that an engine must load together with them."""
 
 
-def _alone(names: Collection[str], every: Collection[str]) -> Collection[str]:
-    del every
-    return names
-
-
 @dataclass(frozen=True, slots=True)
 class Scope:
     """Names of the tensors that a publish will write, in order; `whole`: these are all tensors of the model."""
@@ -50,7 +45,7 @@ class Decoder:
         dtype: torch.dtype,
         *,
         publishes: Callable[[str], bool] = bool,
-        loaded_together: LoadedTogether = _alone,
+        loaded_together: LoadedTogether = lambda names, every: names,
     ) -> None:
         """
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,11 +19,7 @@ from asyncrl.weights.transports.interruptible_sender import InterruptibleSender
 from asyncrl.weights.transports.ipc import IpcReceiver, IpcSender
 from asyncrl.weights.transports.objects import ObjectReceiver, ObjectSender
 
-TRANSPORTS = {
-    "ipc": (IpcSender, IpcReceiver),
-    "collective": (CollectiveSender, CollectiveReceiver),
-    "disk": (DiskSender, DiskReceiver),
-}
+TRANSPORTS = "ipc", "collective", "disk"
 
 
 def build_sender(
@@ -45,20 +41,15 @@ def build_sender(
     Raises:
         ConfigError: unknown transport, or it does not support the device.
     """
-    sender: WeightSender
-    if transport == "collective":
-        sender = CollectiveSender(bucket_bytes, num_receivers, device=device, host=host)
-    elif transport == "disk":
-        sender = (
-            ObjectSender(bucket_bytes, num_receivers, host=host, url=directory)
-            if is_url(directory)
-            else DiskSender(bucket_bytes, num_receivers, host=host, directory=directory)
-        )
-    elif transport == "ipc":
-        sender = IpcSender(bucket_bytes, num_receivers, device=device)
-    else:
+    if transport not in TRANSPORTS:
         raise _unknown(transport)
-    return InterruptibleSender(sender)
+    senders: dict[str, Callable[[], WeightSender]] = {
+        "ipc": lambda: IpcSender(bucket_bytes, num_receivers, device=device),
+        "collective": lambda: CollectiveSender(bucket_bytes, num_receivers, device=device, host=host),
+        "disk": lambda: DiskSender(bucket_bytes, num_receivers, host=host, directory=directory),
+        "objects": lambda: ObjectSender(bucket_bytes, num_receivers, host=host, url=directory),
+    }
+    return InterruptibleSender(senders["objects" if transport == "disk" and is_url(directory) else transport]())
 
 
 def build_receiver(source: TransferSource, *, device: str | torch.device = "cpu") -> WeightReceiver:

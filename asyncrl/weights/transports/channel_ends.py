@@ -17,19 +17,39 @@ from asyncrl.weights.transport import WeightSink
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 
 S = TypeVar("S", bound=TransferSource)
+C = TypeVar("C", SenderChannel, ReceiverChannel)
 
 
-class ChannelSender:
+class ChannelEnd(Generic[C]):
+    """What both ends have: the control channel, and the memory that `close` frees."""
+
+    def __init__(self) -> None:
+        self._channel: C | None = None
+        self._buffers: tuple[torch.Tensor, ...] = ()
+        """[bucket_bytes] uint8 each."""
+
+    def close(self) -> None:
+        """Idempotent; a later `receive` joins again."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._buffers = ()
+
+    def _abandon(self) -> None:
+        """Called after a failed publish, once the peers know of it."""
+
+
+class ChannelSender(ChannelEnd[SenderChannel]):
     """The common part of a `WeightSender`. One thread at a time, except for `interrupt`."""
 
     def __init__(self, what: str, bucket_bytes: int, num_receivers: int, digest: DigestKind) -> None:
         """`what`: the transfer, in the message of an error."""
         if num_receivers < 1:
             raise ConfigError(explain(what, f"{num_receivers} receivers", "use at least 1"))
+        super().__init__()
         self._bucket_bytes = bucket_bytes
         self._num_receivers = num_receivers
         self._digest: DigestKind = digest
-        self._channel: SenderChannel | None = None
 
     def send(self, manifest: Manifest, weights: Iterable[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
         if self._channel is None:
@@ -52,11 +72,6 @@ class ChannelSender:
         if (channel := self._channel) is not None:
             channel.interrupt()
 
-    def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-
     def _listen(self, endpoint: str, source: Callable[..., S], **own: Any) -> S:
         """Opens the control channel; returns the source for receivers. `own`: the transport's fields of `source`."""
         self._channel = SenderChannel(endpoint, self._num_receivers)
@@ -75,16 +90,13 @@ class ChannelSender:
         READY messages."""
         raise NotImplementedError
 
-    def _abandon(self) -> None:
-        """Called after a failed publish, once the receivers know of it."""
 
-
-class ChannelReceiver(Generic[S]):
+class ChannelReceiver(ChannelEnd[ReceiverChannel], Generic[S]):
     """The common part of a `WeightReceiver`."""
 
     def __init__(self, source: S) -> None:
+        super().__init__()
         self._source = source
-        self._channel: ReceiverChannel | None = None
 
     def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
         if self._channel is None:
@@ -104,12 +116,6 @@ class ChannelReceiver(Generic[S]):
             raise
         return digest
 
-    def close(self) -> None:
-        """Idempotent; a later `receive` joins again."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-
     def _attach(self) -> None:
         """Makes what a connected receiver keeps, before it connects."""
         raise NotImplementedError
@@ -117,6 +123,3 @@ class ChannelReceiver(Generic[S]):
     def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
         """From READY until `unpacker` has all buckets of the publish; returns their number."""
         raise NotImplementedError
-
-    def _abandon(self) -> None:
-        """Called after a failed publish, once the sender knows of it."""

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightT
 from asyncrl.types import Bucket, CollectiveSource, Manifest
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker, separate
-from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
+from asyncrl.weights.transports.channel_ends import C, ChannelEnd, ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.process_group import BroadcastFailed, BroadcastGroup, host_store, join_store
 
@@ -33,7 +33,24 @@ _EXPLANATION_S = 0.5
 """After a broken broadcast: seconds to wait for the error message of the failed process."""
 
 
-class CollectiveSender(ChannelSender):
+class _Member(ChannelEnd[C]):
+    """What both ends have: the group, and the store at which it meets."""
+
+    _store: dist.TCPStore | None = None
+    _group: BroadcastGroup | None = None
+
+    def close(self) -> None:
+        self._abandon()
+        super().close()
+        self._store = None
+
+    def _abandon(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class CollectiveSender(_Member[SenderChannel], ChannelSender):
     """Implements `WeightSender`; rank 0."""
 
     def __init__(
@@ -45,9 +62,6 @@ class CollectiveSender(ChannelSender):
         super().__init__("a collective transfer", bucket_bytes, num_receivers, digest_for(self._device))
         self._host = host
         self._generation = 0
-        self._store: dist.TCPStore | None = None
-        self._group: BroadcastGroup | None = None
-        self._buffers: tuple[torch.Tensor, ...] = ()
 
     def open(self) -> CollectiveSource:
         self.close()
@@ -55,12 +69,6 @@ class CollectiveSender(ChannelSender):
         self._buffers = _buffers(self._bucket_bytes, self._device)
         store = f"{self._host}:{self._store.port}"
         return self._listen(f"tcp://{self._host}:*", CollectiveSource, store=store)
-
-    def close(self) -> None:
-        self._abandon()
-        super().close()
-        self._store = None
-        self._buffers = ()
 
     def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
         buckets = broadcasts(packer.manifest, self._bucket_bytes, self._device)
@@ -101,21 +109,13 @@ class CollectiveSender(ChannelSender):
         with _explained(channel, group):
             group.wait(deadline, "send a bucket to all receivers", channel.watch)
 
-    def _abandon(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
 
-
-class CollectiveReceiver(ChannelReceiver[CollectiveSource]):
+class CollectiveReceiver(_Member[ReceiverChannel], ChannelReceiver[CollectiveSource]):
     """Implements `WeightReceiver`; rank `source.receiver + 1`."""
 
     def __init__(self, source: CollectiveSource, *, device: str | torch.device = "cpu") -> None:
         super().__init__(source)
         self._device = _checked(device)
-        self._store: dist.TCPStore | None = None
-        self._group: BroadcastGroup | None = None
-        self._buffers: tuple[torch.Tensor, ...] = ()
 
     def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
         buckets = broadcasts(unpacker.manifest, self._source.bucket_bytes, self._device)
@@ -141,12 +141,6 @@ class CollectiveReceiver(ChannelReceiver[CollectiveSource]):
             if bucket.index + _UNDER_WAY < len(buckets):
                 start(buckets[bucket.index + _UNDER_WAY])
         return len(buckets)
-
-    def close(self) -> None:
-        self._abandon()
-        self._store = None
-        super().close()
-        self._buffers = ()
 
     def _attach(self) -> None:
         self._buffers = _buffers(self._source.bucket_bytes, self._device)
@@ -179,11 +173,6 @@ class CollectiveReceiver(ChannelReceiver[CollectiveSource]):
 
     def _buffer(self, bucket: Bucket) -> torch.Tensor:
         return self._buffers[bucket.index % _UNDER_WAY][: bucket.nbytes]
-
-    def _abandon(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
 
 
 @contextmanager

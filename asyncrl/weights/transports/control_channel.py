@@ -361,11 +361,6 @@ class ReceiverChannel:
         value = next((i for i, kind in _CAUSED_ELSEWHERE.items() if isinstance(error, kind)), 0)
         self._send(Kind.ERROR, value, f"{type(error).__name__}: {error}")
 
-    def lost(self, what: str) -> TransferEnded:
-        """The error for a sender that has died."""
-        do = "join the group that the trainer forms next"
-        return TransferEnded(explain(f"{self._name} to {what}", f"the sender at {self._endpoint} is gone", do))
-
     def close(self) -> None:
         if self._socket.closed:
             return
@@ -406,7 +401,8 @@ class ReceiverChannel:
         while self._monitor.poll(0):
             self._lost = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
         if self._lost:
-            raise self.lost(what)
+            do = "join the group that the trainer forms next"
+            raise TransferEnded(explain(f"{self._name} to {what}", f"the sender at {self._endpoint} is gone", do))
 
     def _unexpected(self, message: ControlMessage, expected: str, what: str) -> WeightTransferError:
         found = f"{message.kind.name} {message.value}, not {expected}"

@@ -106,14 +106,13 @@ class DiskSender(ChannelSender):
         self._host = host
         self._root = Path(directory or tempfile.gettempdir()).absolute()
         self._directory: PublishDirectory | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def open(self) -> DiskSource:
         """As `WeightSender.open`. Raises ConfigError: the directory cannot be used."""
         self.close()
         try:
             self._directory = PublishDirectory(self._root)
-            self._buffer = torch.empty(self._bucket_bytes, dtype=torch.uint8)
+            self._buffers = (torch.empty(self._bucket_bytes, dtype=torch.uint8),)
             return self._listen(f"tcp://{self._host}:*", DiskSource, directory=str(self._directory.path))
         except BaseException:
             self.close()
@@ -124,7 +123,6 @@ class DiskSender(ChannelSender):
         if self._directory is not None:
             self._directory.close()
             self._directory = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
         """The receivers hear of the buckets once the publish is complete under its final name; removes it on an
@@ -132,7 +130,7 @@ class DiskSender(ChannelSender):
         directory = self._directory
         assert directory is not None, "it is open"
         channel.tell(Kind.BEGIN)
-        manifest, writer = packer.manifest, None
+        manifest, (buffer,), writer = packer.manifest, self._buffers, None
         try:
             path = directory.begin(manifest.publish_id)
             writer = ShardWriter(path, plan_shards(manifest.tensors))
@@ -143,10 +141,10 @@ class DiskSender(ChannelSender):
                     found = f"{bucket.index} of {len(manifest.buckets)} buckets are written"
                     do = "raise weights.transfer_timeout_s, or set weights.disk_directory to a faster disk"
                     raise DeadlineExceeded(explain(asked, found, do))
-                packer.pack(bucket, self._buffer)
+                packer.pack(bucket, buffer)
                 for piece in bucket.slices:
                     end = piece.bucket_offset + piece.nbytes
-                    writer.write(piece.tensor, piece.offset, self._buffer[piece.bucket_offset : end])
+                    writer.write(piece.tensor, piece.offset, buffer[piece.bucket_offset : end])
             # All files are synced before the rename: a publish under its final name is always whole.
             packer.finish()
             writer.finish()
@@ -162,19 +160,11 @@ class DiskSender(ChannelSender):
 class DiskReceiver(ChannelReceiver[DiskSource]):
     """Implements `WeightReceiver`."""
 
-    def __init__(self, source: DiskSource) -> None:
-        super().__init__(source)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def close(self) -> None:
-        super().close()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
     def _attach(self) -> None:
-        self._buffer = torch.empty(self._source.bucket_bytes, dtype=torch.uint8)
+        self._buffers = (torch.empty(self._source.bucket_bytes, dtype=torch.uint8),)
 
     def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
-        manifest = unpacker.manifest
+        manifest, (buffer,) = unpacker.manifest, self._buffers
         channel.join(manifest)
         channel.expect(Kind.BEGIN, 0, deadline, f"begin publish {manifest.publish_id}")
         with closing(ShardReader(self._directory(manifest), plan_shards(manifest.tensors))) as reader:
@@ -189,8 +179,8 @@ class DiskReceiver(ChannelReceiver[DiskSource]):
                     raise DeadlineExceeded(explain(asked, found, do))
                 for piece in bucket.slices:
                     end = piece.bucket_offset + piece.nbytes
-                    reader.read(piece.tensor, piece.offset, self._buffer[piece.bucket_offset : end])
-                unpacker.unpack(bucket, self._buffer)
+                    reader.read(piece.tensor, piece.offset, buffer[piece.bucket_offset : end])
+                unpacker.unpack(bucket, buffer)
                 channel.ack(bucket.index)
         return len(manifest.buckets)
 

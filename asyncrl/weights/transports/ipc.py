@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from asyncrl.errors import ConfigError, TransferEnded, WeightTransferError, explain
-from asyncrl.types import IpcSource, Manifest
+from asyncrl.types import IpcSource
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker
 from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
@@ -193,7 +193,9 @@ class IpcReceiver(ChannelReceiver[IpcSource]):
         medium = self._medium(begin.value)
         ring_bytes = medium.data.numel() - (_PROOF_BYTES if begin.value == _DEVICE else 0)
         slots = _slots(medium.data[:ring_bytes], self._source.bucket_bytes)
-        device = self._device if self._digests_there(manifest) else medium.data.device
+        # Differences and kept weights need host memory, as does a digest that the host computes.
+        is_direct = self._source.digest == "words" and manifest.encoding != "delta" and not manifest.is_kept
+        device = self._device if is_direct else medium.data.device
         for bucket in manifest.buckets:
             what = f"read bucket {bucket.index} of {len(manifest.buckets)}"
             channel.expect(Kind.BUCKET, bucket.index, deadline, what)
@@ -215,10 +217,6 @@ class IpcReceiver(ChannelReceiver[IpcSource]):
             if mapping is not None:
                 mapping.close()
         self._mapped = self._shared = None
-
-    def _digests_there(self, manifest: Manifest) -> bool:
-        """True if the sink's device digests the publish; differences and kept weights need host memory."""
-        return self._source.digest == "words" and manifest.encoding != "delta" and not manifest.is_kept
 
     def _attach(self) -> None:
         """Raises TransferEnded: the sender died. WeightTransferError: it is on another machine."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -21,29 +21,30 @@ EXPORTED = ("handle", "size", "offset", "counter", "counter_offset", "event", "e
 """The fields, after the device, that torch exports for a storage, in the order of `_new_shared_cuda`."""
 
 
-class Mapping(Protocol):
-    """A receiver's view of a medium."""
+class Mapping:
+    """A view of a medium."""
 
-    @property
-    def data(self) -> torch.Tensor:
-        """[nbytes] uint8."""
-        ...
+    def __init__(self, data: torch.Tensor, *ends: torch.device) -> None:
+        """`data`: [nbytes] uint8. `ends`: the devices on whose streams copies to or from it run."""
+        self.data = data
+        self._gpus = [device for device in ends if device.type == "cuda"]
 
     def synchronize(self) -> None:
         """Waits for all copies to or from `data` that this thread has begun."""
-        ...
+        for gpu in self._gpus:
+            torch.cuda.current_stream(gpu).synchronize()
 
     def close(self) -> None:
         """Idempotent."""
-        ...
+        self.data = torch.empty(0, dtype=torch.uint8)
 
 
-class Medium(Mapping, Protocol):
+class Medium(Mapping):
     """The owner's view."""
 
     def describe(self) -> str:
         """Plain text from which receivers map it."""
-        ...
+        raise NotImplementedError
 
 
 OpenMedium = Callable[[str, torch.device], Mapping]
@@ -51,25 +52,21 @@ OpenMedium = Callable[[str, torch.device], Mapping]
 this process cannot; the message says why."""
 
 
-class HostMapping:
+class HostMapping(Mapping):
     """Shared memory, for tensors on one device. For a GPU it is pinned if the driver can: copies are then several times
     faster and asynchronous."""
 
     def __init__(self, data: torch.Tensor, device: torch.device = _CPU) -> None:
         """`data`: [nbytes] uint8. `device`: the other end of the copies."""
-        self.data = data
+        super().__init__(data, device)
         self._device = device
         self._is_pinned = device.type == "cuda" and data.numel() > 0 and pin(data, device)
-
-    def synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
         if self._is_pinned:
             unpin(self.data, self._device)
             self._is_pinned = False
-        self.data = self.data[:0].clone()
+        super().close()
 
 
 class Stage:
@@ -105,7 +102,7 @@ class Stage:
             self._stream.synchronize()
 
 
-class CudaMedium:
+class CudaMedium(Medium):
     """Memory of one GPU, exported by CUDA IPC. After `close` it is kept for the next medium of its size: torch frees
     exported memory when its count of receivers is exactly zero, and the count goes negative if a receiver closes
     first."""
@@ -122,7 +119,8 @@ class CudaMedium:
         """Raises WeightTransferError: this process cannot export memory of the GPU."""
         self._asked = nbytes, device
         try:
-            self.data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            super().__init__(data, data.device)
             self.synchronize()
             uuid = str(torch.cuda.get_device_properties(self.data.device).uuid)
         except (RuntimeError, AssertionError) as error:
@@ -132,15 +130,13 @@ class CudaMedium:
     def describe(self) -> str:
         return self._description
 
-    def synchronize(self) -> None:
-        torch.cuda.current_stream(self.data.device).synchronize()
-
     def close(self) -> None:
         self._kept[type(self), *self._asked] = self
 
 
-class CudaMapping:
-    """A receiver's view of a `CudaMedium`."""
+class CudaMapping(Mapping):
+    """A receiver's view of a `CudaMedium`. A copy between GPUs runs on a stream of its source, so both are waited
+    for."""
 
     def __init__(self, description: str, device: torch.device) -> None:
         """Raises WeightTransferError: the GPU of the sender cannot be reached from here."""
@@ -148,28 +144,20 @@ class CudaMapping:
         asked = f"map memory of GPU {uuid} for a receiver on {device}"
         if device.type != "cuda" or not torch.cuda.is_available():
             raise WeightTransferError(explain(asked, "this receiver has no GPU", "nothing: shared memory serves it"))
-        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        own = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         source = visible_gpu(uuid)
         if source is None:
             do = "start replicas with the trainer's GPU among CUDA_VISIBLE_DEVICES, if copies between GPUs matter"
             raise WeightTransferError(explain(asked, "that GPU is not visible to this process", do))
-        if source != self._device.index and not torch.cuda.can_device_access_peer(self._device.index, source):
+        if source != own.index and not torch.cuda.can_device_access_peer(own.index, source):
             do = "nothing: shared memory serves GPUs that cannot reach each other"
             raise WeightTransferError(explain(asked, "the two GPUs have no peer access", do))
-        self._source = torch.device("cuda", source)
+        there = torch.device("cuda", source)
         try:
             storage = torch.UntypedStorage._new_shared_cuda(source, *fields.values())
-            self.data = torch.empty(0, dtype=torch.uint8, device=self._source).set_(storage)
+            super().__init__(torch.empty(0, dtype=torch.uint8, device=there).set_(storage), there, own)
         except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
             raise _cannot(asked, error) from error
-
-    def synchronize(self) -> None:
-        """Waits on both GPUs: a copy between GPUs runs on a stream of its source."""
-        torch.cuda.current_stream(self._source).synchronize()
-        torch.cuda.current_stream(self._device).synchronize()
-
-    def close(self) -> None:
-        self.data = torch.empty(0, dtype=torch.uint8)
 
 
 def exported(storage: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
@@ -53,14 +52,13 @@ class ObjectSender(ChannelSender):
         self._name = ""
         self._attempts = 0
         self._cleaning: list[Future[None]] = []
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def open(self) -> DiskSource:
         """As `WeightSender.open`. Raises ConfigError: fsspec cannot serve the URL."""
         self.close()
         self._store = ObjectStore(self._url)
         self._name = f"asyncrl-weights-{os.getpid()}-{secrets.token_hex(8)}"
-        self._buffer = torch.empty(self._bucket_bytes, dtype=torch.uint8)
+        self._buffers = (torch.empty(self._bucket_bytes, dtype=torch.uint8),)
         return self._listen(f"tcp://{self._host}:*", DiskSource, directory=f"{self._url}/{self._name}")
 
     def close(self) -> None:
@@ -69,32 +67,14 @@ class ObjectSender(ChannelSender):
             last = in_thread(partial(_clean_up, self._store, self._name, tuple(self._cleaning)))
             wait([last], timeout=2 * CLEAN_UP_S)
             self._store, self._cleaning = None, []
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
-        store = self._store
+        store, (buffer,) = self._store, self._buffers
         assert store is not None, "it is open"
         self._attempts += 1
         # An attempt has its own prefix, so late uploads of a failed one cannot mix with the next.
         place = f"{self._name}/{self._attempts}"
         uploads = deque[Future[None]]()
-        try:
-            channel.tell(Kind.BEGIN, self._attempts)
-            self._upload(channel, packer, partial(_put, store, place), uploads, deadline)
-            channel.wait_acked(len(packer.manifest.buckets), deadline)
-        finally:
-            self._cleaning = [cleaning for cleaning in self._cleaning if not cleaning.done()]
-            self._cleaning.append(in_thread(partial(_clean_up, store, place, tuple(uploads))))
-
-    def _upload(
-        self,
-        channel: SenderChannel,
-        packer: Packer,
-        put: Callable[[int, bytes], None],
-        uploads: deque[Future[None]],
-        deadline: Deadline,
-    ) -> None:
-        """Returns once all buckets are in the store and announced to the receivers. `uploads`: in progress."""
         buckets, told = packer.manifest.buckets, 0
 
         def tell_next() -> None:
@@ -110,15 +90,21 @@ class ObjectSender(ChannelSender):
             channel.tell(Kind.BUCKET, told)
             told += 1
 
-        for bucket in buckets:
-            if len(uploads) == AT_ONCE:
+        try:
+            channel.tell(Kind.BEGIN, self._attempts)
+            for bucket in buckets:
+                if len(uploads) == AT_ONCE:
+                    tell_next()
+                packer.pack(bucket, buffer)
+                data = buffer[: bucket.nbytes].numpy().tobytes()
+                uploads.append(in_thread(partial(store.put, f"{place}/{bucket.index}", data)))
+            # All buckets are packed; announce the last uploads in order.
+            while uploads:
                 tell_next()
-            packer.pack(bucket, self._buffer)
-            data = self._buffer[: bucket.nbytes].numpy().tobytes()
-            uploads.append(in_thread(partial(put, bucket.index, data)))
-        # All buckets are packed; announce the last uploads in order.
-        while uploads:
-            tell_next()
+            channel.wait_acked(len(buckets), deadline)
+        finally:
+            self._cleaning = [cleaning for cleaning in self._cleaning if not cleaning.done()]
+            self._cleaning.append(in_thread(partial(_clean_up, store, place, tuple(uploads))))
 
 
 class ObjectReceiver(ChannelReceiver[DiskSource]):
@@ -127,16 +113,11 @@ class ObjectReceiver(ChannelReceiver[DiskSource]):
     def __init__(self, source: DiskSource) -> None:
         super().__init__(source)
         self._store: ObjectStore | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def close(self) -> None:
-        super().close()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _attach(self) -> None:
         """Raises ConfigError: fsspec cannot serve the URL here."""
         self._store = ObjectStore(self._source.directory)
-        self._buffer = torch.empty(self._source.bucket_bytes, dtype=torch.uint8)
+        self._buffers = (torch.empty(self._source.bucket_bytes, dtype=torch.uint8),)
 
     def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
         """Fetches announced buckets concurrently and applies them in order."""
@@ -172,12 +153,9 @@ class ObjectReceiver(ChannelReceiver[DiskSource]):
     def _apply(self, unpacker: Unpacker, bucket: Bucket, data: bytes, what: str) -> None:
         if len(data) != bucket.nbytes:
             raise WeightTransferError(explain(what, f"{len(data)} bytes instead of {bucket.nbytes}", REACHABLE))
-        self._buffer[: bucket.nbytes].numpy()[:] = np.frombuffer(data, np.uint8)
-        unpacker.unpack(bucket, self._buffer)
-
-
-def _put(store: ObjectStore, place: str, bucket: int, data: bytes) -> None:
-    store.put(f"{place}/{bucket}", data)
+        (buffer,) = self._buffers
+        buffer[: bucket.nbytes].numpy()[:] = np.frombuffer(data, np.uint8)
+        unpacker.unpack(bucket, buffer)
 
 
 def _outcome(done: Future[T], asked: str) -> T:

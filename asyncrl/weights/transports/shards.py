@@ -19,34 +19,13 @@ import torch
 
 from asyncrl.errors import WeightTransferError, explain
 from asyncrl.types import TensorSpec
-from asyncrl.weights.plan import DTYPE_BYTES
+from asyncrl.weights.plan import DTYPE_BYTES, DTYPES, runs_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
 """Largest file, unless one tensor alone is larger."""
 
 _LENGTH = struct.Struct("<Q")
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "bool": "BOOL",
-}
-"""torch dtype -> name in safetensors, for every dtype of `plan.DTYPE_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +41,7 @@ class ShardPlan:
 
 def plan_shards(tensors: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> ShardPlan:
     """Files of about `shard_bytes` that hold every tensor once, in manifest order from file to file."""
-    shards: list[list[int]] = []
-    filled = 0
-    for number, spec in enumerate(tensors):
-        if not shards or filled + spec.nbytes > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(number)
-        filled += spec.nbytes
+    shards = list(runs_of(range(len(tensors)), lambda number: tensors[number].nbytes, shard_bytes)) if tensors else []
     names = tuple(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards)))
     headers: list[bytes] = []
     places = [(0, 0)] * len(tensors)
@@ -92,7 +64,7 @@ def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
         spec = specs[i]
         offsets[i], end = end, end + spec.nbytes
         entries[spec.name] = {
-            "dtype": _DTYPES[spec.dtype],
+            "dtype": DTYPES[spec.dtype][1],
             "shape": list(spec.shape),
             "data_offsets": [offsets[i], end],
         }

@@ -39,13 +39,9 @@ class SharedSegment:
             os.posix_fallocate(self._fd, 0, nbytes)
         except OSError as error:
             os.ftruncate(self._fd, 0)  # release the partial allocation
-            raise ConfigError(
-                explain(
-                    f"{nbytes} bytes of shared memory for weights",
-                    f"{SHARED_MEMORY}: {error.strerror}",
-                    "enlarge it (docker: --shm-size) or lower weights.bucket_bytes",
-                )
-            ) from error
+            asked, found = f"{nbytes} bytes of shared memory for weights", f"{SHARED_MEMORY}: {error.strerror}"
+            do = "enlarge it (docker: --shm-size) or lower weights.bucket_bytes"
+            raise ConfigError(explain(asked, found, do)) from error
         self.data = _map(self._fd, nbytes)
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,22 +98,19 @@ def run_python(
         Path(directory, "program.py").write_bytes(program.encode(errors="surrogatepass"))
         report, reports = os.pipe()
         os.set_blocking(report, False)
-        try:
-            process = _launch(directory, limits, level, reports)
-            os.close(reports)
-            reports = -1
+        with open(report, "rb", buffering=0) as pipe:
+            try:
+                process = _launch(directory, limits, level, reports)
+            finally:
+                os.close(reports)
             try:
                 streams, met = _communicate(process, stdin.encode(errors="replace"), limits, started)
             finally:
                 _end(process)
-            # All processes have ended, so the pipe holds every report.
+            # All processes have ended, so the pipe holds every report; None if one that cannot be killed still has it.
             outcome: dict[str, Any] = {}
-            for line in _read_now(report).splitlines():
+            for line in (pipe.read(_CHUNK_BYTES) or b"").splitlines():
                 outcome |= json.loads(line)
-        finally:
-            os.close(report)
-            if reports >= 0:
-                os.close(reports)
     return _result(streams, met, outcome, time.monotonic() - started)
 
 
@@ -174,12 +171,10 @@ def _locked(directory: Path) -> int | None:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
-    try:
+    with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(lock), os.stat(directory)):
             return lock
-    except OSError:
-        pass
     os.close(lock)
     return None
 
@@ -220,11 +215,8 @@ def _launch(directory: str, limits: SandboxLimits, level: Level, report: int) ->
         "needed": [sys.executable, os.__file__, str(_LAUNCHER)],
         "report": report,
         "level": level,
-        "cpu_s": limits.cpu_s,
-        "memory_bytes": limits.memory_bytes,
-        "file_bytes": limits.file_bytes,
         "total_bytes": _TOTAL_FILES * limits.file_bytes,
-        "max_processes": limits.max_processes,
+        **asdict(limits),
     }
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(_LAUNCHER), json.dumps(request)],
@@ -253,15 +245,13 @@ def _communicate(
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    written: dict[int, bytearray] = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
-    both = tuple(written.values())
-    feeding = process.stdin.fileno()
+    stdout, stderr = bytearray(), bytearray()
     met: Limit = ""
     left = memoryview(stdin)
     with selectors.DefaultSelector() as selector:
-        for stream in (process.stdout, process.stderr):
-            selector.register(stream, selectors.EVENT_READ)
-        os.set_blocking(feeding, False)
+        selector.register(process.stdout, selectors.EVENT_READ, stdout)
+        selector.register(process.stderr, selectors.EVENT_READ, stderr)
+        os.set_blocking(process.stdin.fileno(), False)
         selector.register(process.stdin, selectors.EVENT_WRITE)
         # Feed and read together: a program that blocks on a full pipe would otherwise never end.
         while selector.get_map() and not met:
@@ -270,24 +260,23 @@ def _communicate(
                 met = "time"
                 break
             for key, _ in selector.select(remaining):
-                if key.fd == feeding:
+                if key.fileobj is process.stdin:
                     left = _feed(key.fd, left)
                     if len(left) == 0:
                         selector.unregister(process.stdin)
                         process.stdin.close()
-                        feeding = -1
                     continue
                 chunk = os.read(key.fd, _CHUNK_BYTES)
                 if not chunk:
                     selector.unregister(key.fileobj)
-                written[key.fd] += chunk
-                if len(written[key.fd]) > limits.output_bytes:
+                key.data.extend(chunk)
+                if len(key.data) > limits.output_bytes:
                     met = "output"
     try:
         process.wait(0 if met else max(0.0, started + limits.timeout_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         met = met or "time"
-    return (bytes(both[0][: limits.output_bytes]), bytes(both[1][: limits.output_bytes])), met
+    return (bytes(stdout[: limits.output_bytes]), bytes(stderr[: limits.output_bytes])), met
 
 
 def _feed(pipe: int, left: memoryview) -> memoryview:
@@ -298,13 +287,6 @@ def _feed(pipe: int, left: memoryview) -> memoryview:
         return left
     except OSError:
         return left[len(left) :]
-
-
-def _read_now(pipe: int) -> bytes:
-    try:
-        return os.read(pipe, _CHUNK_BYTES)
-    except BlockingIOError:
-        return b""  # a process that still writes to it cannot be killed: the program has no outcome
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -118,10 +119,8 @@ def _num_inside() -> int:
     count = -1
     for name in os.listdir("/proc"):
         if name.isdigit():
-            try:
+            with suppress(OSError):  # it has ended
                 count += os.stat(f"/proc/{name}/task").st_nlink - 2
-            except OSError:
-                pass  # it has ended
     return count
 
 
@@ -154,10 +153,8 @@ def _fork() -> int:
         return 0
     os.close(ready)
     _outlive()
-    try:
+    with suppress(BrokenPipeError):  # already killed: its status says so
         os.write(told, b".")
-    except BrokenPipeError:
-        pass  # already killed: its status says so
     os.close(told)
     return child
 
@@ -165,10 +162,8 @@ def _fork() -> int:
 def _outlive() -> None:
     """Protects this process, which reports the outcome, from being killed or read by the program."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
-        try:
+        with suppress(OSError):  # reserved by the C library
             signal.signal(number, signal.SIG_IGN)
-        except OSError:
-            pass  # reserved by the C library
     confine.hide_from_program()
 
 
