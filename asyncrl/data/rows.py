@@ -19,11 +19,12 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from asyncrl.data.images import image_bytes
 from asyncrl.errors import DataError, explain
-from asyncrl.types.images import ImageStore
+
+if TYPE_CHECKING:
+    from asyncrl.types.images import ImageStore
 
 T = TypeVar("T")
 
@@ -174,7 +175,11 @@ class RowReader:
     ) -> None:
         self.unused: set[str] = set() if unused is None else unused
         self._schema = schema
-        self._store = None if image_directory is None else ImageStore(image_directory)
+        self._store: ImageStore | None = None
+        if image_directory is not None:
+            from asyncrl.types.images import ImageStore  # processes of rewards read rows, and import no numpy
+
+            self._store = ImageStore(image_directory)
 
     def needed(self, names: Sequence[str]) -> list[str]:
         """The columns of a file to read."""
@@ -255,6 +260,8 @@ class RowReader:
         if self._store is None:
             do = "set data.image_directory, where a run keeps the images of its prompts, or remove these rows"
             raise _malformed(origin, "images, and data.image_directory is not set", do)
+        from asyncrl.data.images import image_bytes
+
         made = []
         for text in texts:
             first, *rest = text.split(_MARK)

@@ -111,7 +111,7 @@ class Queue(Part):
     async def lease(self, step, wait_s):
         self.leases += 1
         if step in self.ready and not await _set_within(self.ready[step], wait_s):
-            return LeaseWait(1, 0, 0.0, LedgerCounts())
+            return LeaseWait(1, 0, LedgerCounts())
         return LeaseManifest(step, (GROUP,))
 
     async def commit(self, step, *, leases_next=False):

@@ -315,13 +315,14 @@ IN_VLLM = sorted(
 """Those that vLLM's build for CPUs runs in float32. Images would need torchvision."""
 OF_TODAY = IN_VLLM[datetime.date.today().toordinal() % len(IN_VLLM)]
 SCORE = """
-import json, sys
+import json, os, sys
 from vllm import LLM, SamplingParams
 path, ids = sys.argv[1], json.loads(sys.argv[2])
 llm = LLM(model=path, dtype="float32", enforce_eager=True, max_model_len=64, enable_prefix_caching=False)
 asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
 (found,) = llm.generate({"prompt_token_ids": ids}, asked, use_tqdm=False)
-print(json.dumps([entry[token].logprob for token, entry in zip(ids[1:], found.prompt_logprobs[1:])]))
+print(json.dumps([entry[token].logprob for token, entry in zip(ids[1:], found.prompt_logprobs[1:])]), flush=True)
+os._exit(0)  # vLLM's threads may abort at the end of the interpreter
 """
 
 

@@ -12,8 +12,8 @@ from tests.processes import ROOT
 from tests.structure.trees import tree_of
 
 PACKAGE = ROOT / "asyncrl"
-LINES = 45_141
-LINES_OF_TESTS = 41_596
+LINES = 45_145
+LINES_OF_TESTS = 41_639
 FILES = 460
 PROTOCOLS = 28
 REFUSALS = 132

@@ -191,8 +191,8 @@ def test_attention_that_the_slots_cannot_do_is_refused_before_loading():
     check_architecture(MistralConfig(sliding_window=256), 512)
     with pytest.raises(GenerationError, match="positions"):
         check_architecture(GPT2Config(n_positions=128), 512)
-    with pytest.raises(GenerationError, match="linear_attention"):
-        check_architecture(Qwen3Config(num_hidden_layers=1, layer_types=["linear_attention"]), 512)
+    with pytest.raises(GenerationError, match="chunked_attention"):
+        check_architecture(Qwen3Config(num_hidden_layers=1, layer_types=["chunked_attention"]), 512)
 
 
 def test_dummy_weights_follow_the_seed_and_leave_the_global_generator_alone(model_path):
