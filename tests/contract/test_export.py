@@ -332,7 +332,8 @@ os._exit(0)  # vLLM's threads may abort at the end of the interpreter
 def test_an_export_is_what_was_trained_in_plain_vllm(name, tmp_path):
     """One family a day, and all in the slow tests."""
     model, ids = exported(name, tmp_path, tmp_path / "out"), list(range(3, 33))
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = os.environ | alone
     words = [sys.executable, "-c", SCORE, str(tmp_path / "out"), json.dumps(ids)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -142,7 +142,7 @@ def test_rotary_factors_follow_the_longest_sequence_of_the_replicas_not_the_neig
 @pytest.mark.parametrize("head", [True, False])
 def test_ranks_that_read_no_weights_build_the_same_model(model_paths, name, head):
     first, second = (
-        load_model(ModelConfig(path=str(model_paths / name)), FsdpConfig(), mesh, head=head)
+        load_model(ModelConfig(path=str(model_paths / name)), FsdpConfig(), mesh, head=head)[0]
         for mesh in (SimpleNamespace(device_type="cpu", get_rank=lambda rank=rank: rank) for rank in range(2))
     )
     described = [[(n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()] for m in (first, second)]

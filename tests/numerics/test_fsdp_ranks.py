@@ -98,7 +98,7 @@ def memory_of_a_model(path) -> tuple[int, int]:
     """Bytes that this process grows by when it loads the model, and when that is sharded."""
     process, mesh = psutil.Process(), init_device_mesh("cpu", (RANKS,))
     before = process.memory_info().rss
-    model = load_model(ModelConfig(path=str(path)), FsdpConfig(), mesh)
+    model, _ = load_model(ModelConfig(path=str(path)), FsdpConfig(), mesh)
     loaded = process.memory_info().rss
     shard(Policy(model), model, mesh, FsdpConfig())
     return loaded - before, process.memory_info().rss - before
