@@ -32,7 +32,7 @@ from asyncrl.errors import DeadlineExceeded, WeightTransferError
 from asyncrl.inference.engine import InferenceEngine, StagingEngine
 from asyncrl.trainer.fsdp.backend import FsdpBackend
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import Digest, PauseMode, TensorSpec, TransferSource, routers_of
+from asyncrl.types import Digest, PauseMode, TensorSpec, TransferSource, decoder_of
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
 from asyncrl.weights.transport import WeightSender
@@ -138,7 +138,10 @@ async def assert_experts_are_told(engine: InferenceEngine, model: Any) -> None:
 def reference_experts(model: Any, prompt: Sequence[int], ids: Sequence[int]) -> np.ndarray:
     """[len(ids), L, k]: the choices of `model`'s routers at the tokens before `ids`."""
     chosen: list[torch.Tensor] = []
-    hooks = [r.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for r in routers_of(model)]
+    hooks = [
+        r.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+        for r in (layer.mlp.gate for layer in decoder_of(model).layers)
+    ]
     model(torch.tensor([[*prompt, *ids]]))
     for hook in hooks:
         hook.remove()

@@ -73,11 +73,10 @@ def _without_weights(tiny: Path, path: Path) -> dict[str, Any]:
 def records_experts(engine: str, model: str) -> bool:
     from asyncrl.data.model_files import check_model
     from asyncrl.inference.engines import ENGINES
-    from asyncrl.types import ROUTED
 
     spec = ENGINES[engine]
     records = "experts" in spec.records and spec.records_on_cpu
-    return records and check_model(model, "--model").model_type in ROUTED
+    return records and check_model(model, "--model").num_experts > 0
 
 
 async def sample(engine_name: str, dtype: str, model: str, count: int) -> None:
