@@ -47,9 +47,9 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 }
 _IMAGES, _MEDIA = ("images", "image"), ("video", "videos", "audio", "audios")
 _NO_MEDIA = "train a text model on text alone: remove these rows, or the videos and audio of all rows"
-_MARK, _OF_VERL = "\ufffc", "<image>"
-"""Where a content has an image: the first until the image is found, then followed by its key; the second in verl's."""
-IMAGE = re.compile(_MARK + r"([0-9a-f]{28})")
+_MARK, _OF_VERL = "\0\ufffc", "<image>"
+"""Where a content has an image: the first until the image is found, which no text has; the second in verl's."""
+IMAGE = re.compile("\ufffc([0-9a-f]{28})")
 """An image in the content of a message, by its key in `data.image_directory`."""
 _CALLERS = ("function_call", "tool_call")
 """In `from`: the message is a call, as JSON, perhaps behind a thought."""
@@ -270,7 +270,7 @@ class RowReader:
                 if not closed and not given:
                     raise _malformed(origin, "more places for images than images", "give each place one")
                 source = json.loads(own) if closed else given.popleft()
-                first += _MARK + self._store.put(image_bytes(source, origin)) + (after if closed else part)
+                first += "\ufffc" + self._store.put(image_bytes(source, origin)) + (after if closed else part)
             made.append(first)
         if given:
             raise _malformed(origin, f"{len(given)} images without a place in the messages", f"write {_OF_VERL} there")

@@ -18,6 +18,7 @@ from asyncrl.data.rows import IMAGE, PromptRow
 from asyncrl.data.stop_strings import StopTexts
 from asyncrl.data.tool_calls import ToolPrompt, tools_for
 from asyncrl.errors import ConfigError, DataError, explain
+from asyncrl.types.images import FIRST_ID
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,7 +162,10 @@ class PromptRenderer:
         if (places := int((found == self._images.mark_id).sum())) != len(keys):
             do = f"take the text {self._images.mark} out of the row, or set model.chat_template to one with images"
             raise DataError(explain(asked, f"{places} places for {len(keys)} images", do))
-        return with_images(found, keys, self._images)
+        found = with_images(found, keys, self._images)
+        if found[-1] >= FIRST_ID:  # engines compute the last token of a prompt by itself
+            raise DataError(explain(asked, "it ends with an image", "put text behind the image"))
+        return found
 
 
 def render_rows(

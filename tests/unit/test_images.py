@@ -105,6 +105,13 @@ def test_without_a_directory_rows_are_text():
         RowReader().record(asked("?", images=["red.png"], answer="1"), "f:1")
 
 
+def test_a_sign_that_texts_have_is_no_image():
+    """Word processors leave it where an object was."""
+    row = RowReader().record(asked("a \ufffc b", answer="1"), "f:1")
+    assert row.messages[0].content == "a \ufffc b"
+    assert not IMAGE.findall(row.messages[0].content)
+
+
 def test_an_image_is_kept_once_and_a_lost_one_is_named(tmp_path):
     store = ImageStore(tmp_path)
     assert store.put(RED) == store.put(RED) != store.put(BLUE)
