@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 FETCH_S = 30.0
 """Longest wait for an image of the web."""
+LOOK_AHEAD = ("gemma3", "gemma4", "paligemma", "step3p7", "deepseek_ocr2")
+"""How the types of models begin whose attention over an image goes both ways."""
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
@@ -69,13 +71,15 @@ class ImageTokens:
     text, and for the tokens of all images."""
 
     def __init__(self, model: ModelConfig) -> None:
-        """`model.image_directory` is set. Raises ConfigError: the model has no processor, or none for images."""
-        from transformers import AutoProcessor
+        """`model.image_directory` is set. Raises ConfigError: the model has no processor, or none for images, or layers
+        that look ahead within an image."""
+        from transformers import AutoConfig, AutoProcessor
 
         assert model.image_directory is not None
         self.store = ImageStore(model.image_directory)
         hub = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         try:
+            config = AutoConfig.from_pretrained(model.path, **hub)
             self.processor: Any = AutoProcessor.from_pretrained(model.path, **hub)
         except (OSError, ValueError, ImportError) as error:
             do = "name a model that reads images; processors with videos need the package torchvision"
@@ -83,6 +87,10 @@ class ImageTokens:
         if getattr(self.processor, "image_processor", None) is None:
             do = "name a model that reads images, or leave data.image_directory out"
             raise ConfigError(explain(f"images for {model.path}", "its files have no image processor", do))
+        if config.model_type.startswith(LOOK_AHEAD) or not hasattr(config, "image_token_id"):
+            looks = "its layers look ahead within an image, and rows of the trainer do not"
+            found = looks if hasattr(config, "image_token_id") else "its config.json names no image_token_id"
+            raise ConfigError(explain(f"images for {model.path}", found, "train it on rows of text"))
         tokenizer = self.processor.tokenizer
         self.mark: str = getattr(self.processor, "boi_token", None) or self.processor.image_token
         self.mark_id: int = tokenizer.convert_tokens_to_ids(self.mark)

@@ -9,11 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from transformers import Gemma3Config, LlamaConfig
 
+from asyncrl.config.model import ModelConfig
+from asyncrl.data.images import ImageTokens
 from asyncrl.data.rows import IMAGE, RowReader
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types.images import FIRST_ID, KEY_TOKENS, ImageStore, as_model_ids, image_ids, images_in
 from tests.make import quickstart
+from tools.make_tiny_vision import build
 
 KEYS = st.text("0123456789abcdef", min_size=28, max_size=28)
 RUNS = st.lists(st.tuples(KEYS, st.integers(KEY_TOKENS, 40), st.lists(st.integers(0, 99), max_size=3)), max_size=4)
@@ -139,3 +143,13 @@ def test_what_reads_no_images_is_refused(other):
 def test_samples_keep_the_reference(reader, tmp_path):
     row = reader.record(asked("?", images=["red.png"], answer="1"), f"{tmp_path / 'f.jsonl'}:1")
     assert IMAGE.findall(json.loads(json.dumps(row.messages[0].content))) == [ImageStore(tmp_path).put(RED)]
+
+
+def test_a_model_that_looks_ahead_within_an_image_is_refused(tmp_path):
+    """Its trainer and its embedded engine would agree, and both be another model."""
+    build()[1].save_pretrained(tmp_path)
+    named = ModelConfig(path=str(tmp_path), image_directory=str(tmp_path / "images"))
+    for config, found in ((Gemma3Config(), "look ahead"), (LlamaConfig(), "no image_token_id")):
+        config.save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=found):
+            ImageTokens(named)
