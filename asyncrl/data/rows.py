@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from asyncrl.errors import DataError, explain
+from asyncrl.errors import DataError, explain, unwritable
 
 if TYPE_CHECKING:
     from asyncrl.types.images import ImageStore
@@ -270,7 +270,12 @@ class RowReader:
                 if not closed and not given:
                     raise _malformed(origin, "more places for images than images", "give each place one")
                 source = json.loads(own) if closed else given.popleft()
-                first += "\ufffc" + self._store.put(image_bytes(source, origin)) + (after if closed else part)
+                data = image_bytes(source, origin)
+                try:
+                    key = self._store.put(data)
+                except OSError as error:
+                    raise unwritable(self._store.directory, error) from error
+                first += "\ufffc" + key + (after if closed else part)
             made.append(first)
         if given:
             raise _malformed(origin, f"{len(given)} images without a place in the messages", f"write {_OF_VERL} there")

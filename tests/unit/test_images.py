@@ -14,7 +14,7 @@ from transformers import Gemma3Config, LlamaConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.images import ImageTokens
 from asyncrl.data.rows import IMAGE, RowReader
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.errors import ConfigError, DataError, StorageError
 from asyncrl.types.images import FIRST_ID, KEY_TOKENS, ImageStore, as_model_ids, image_ids, images_in
 from tests.make import quickstart
 from tools.make_tiny_vision import build
@@ -107,6 +107,12 @@ def test_what_is_no_image_or_has_no_place_names_its_row(reader, record, found, t
 def test_without_a_directory_rows_are_text():
     with pytest.raises(DataError, match=r"data\.image_directory is not set"):
         RowReader().record(asked("?", images=["red.png"], answer="1"), "f:1")
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "images").write_text("a file")
+    with pytest.raises(StorageError, match="images"):
+        RowReader(image_directory=str(tmp_path / "images")).record(asked("?", images=[RED], answer="1"), "f:1")
 
 
 def test_a_sign_that_texts_have_is_no_image():
