@@ -49,7 +49,7 @@ SEEDS = 4
 STEPS, EVAL_STEPS = 50, (25, 50)
 WALL_STEPS, WALL_PROMPTS, WALL_EVAL_EVERY = 40, 128, 5
 REAL, REAL_RATE, REAL_STEPS, REAL_EVAL_STEPS = "quickstart_real", 2e-5, 40, (5, 10, 20, 30, 40)
-REAL_WALL_STEPS, REAL_WALL_EVAL_EVERY = 30, 5
+REAL_WALL_STEPS, REAL_WALL_EVAL_EVERY = 20, 5
 RATE, RATES = 5e-4, (2.5e-4, 5e-4, 1e-3)
 PACES, PACE_SHARES = (8, 4, 2, 1), (0.5, 0.25, 0.125, 0.125)
 """Part `partial`: how many tokens a trajectory gets between two steps, and the shares of trajectories with each pace.

@@ -13,9 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
+from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.environments import Chat
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Segment
+from tools.make_tiny_vision import build
 
 QWEN = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -83,6 +85,15 @@ def chat_with(template: str = QWEN, eos: str = "<|im_end|>") -> Chat:
     return Chat(tokenizer_with(template, eos), ModelConfig(path="/"))
 
 
+def chat_with_images(root) -> Chat:
+    """Of a model that reads images, whose files are written below `root`."""
+    model, processor = build()
+    model.config.save_pretrained(root / "model")
+    processor.save_pretrained(root / "model")
+    named = ModelConfig(path=str(root / "model"), image_directory=str(root / "images"))
+    return Chat(load_tokenizer(named), named)
+
+
 @asynccontextmanager
 async def opened(thing):
     """Starts it, and closes it at the end."""
@@ -136,9 +147,9 @@ def task_of(prompt_ids, content="what?", **extra):
     return SimpleNamespace(row=row, prompt_ids=np.asarray(prompt_ids, np.int32), ordinal=0, index=0)
 
 
-async def play(environment, *replies, task=None, **script):
+async def play(environment, *replies, task=None, chat=None, **script):
     """The trajectory of a policy that says `replies`, and its session."""
-    session = ScriptedSession(chat_with(), *replies, **script)
+    session = ScriptedSession(chat or chat_with(), *replies, **script)
     async with asyncio.timeout(100):
         return await environment.run(task or task_of(session.chat.encode("what?")), session), session
 

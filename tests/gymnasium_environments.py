@@ -1,6 +1,7 @@
 """Environments of gymnasium for tests. Importing this registers `tests.gymnasium_environments:Guess-v0`."""
 
 import os
+import string
 import time
 
 import gymnasium
@@ -60,6 +61,37 @@ class Grid(gymnasium.Env):
 class Arm(gymnasium.Env):
     observation_space = spaces.Text(9)
     action_space = spaces.Box(-1, 1, (3,))
+
+
+class Shown(gymnasium.Env):
+    """Observations are pixels, of a random colour; with `draws`, the number of the step, beside its drawing."""
+
+    observation_space = spaces.Box(0, 255, (32, 32, 3), np.uint8)
+    action_space = spaces.Text(400, charset=string.printable)
+
+    def __init__(self, steps=2, draws=False):
+        self.render_mode, self._steps, self._draws, self._step = "rgb_array" if draws else None, steps, draws, 0
+
+    def render(self):
+        return np.full((32, 32, 3), 50 * self._step, np.uint8)
+
+    def _seen(self):
+        if self._draws:
+            return f"step {self._step}"
+        return np.broadcast_to(self.np_random.integers(0, 256, 3, np.uint8), (32, 32, 3))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._step = 0
+        return self._seen(), {}
+
+    def step(self, action):
+        self._step += 1
+        return self._seen(), float(len(action) % 2), self._step == self._steps, False, {}
+
+
+def make_shown(**settings):
+    return Shown(**settings)
 
 
 def make_grid():

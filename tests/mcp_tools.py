@@ -1,13 +1,15 @@
 """An MCP server for tests: `python tests/mcp_tools.py` speaks on standard input and output, with a port as its argument
 streamable HTTP on it, with sessions."""
 
+import io
 import os
 import sys
 import time
 
 import anyio
+import PIL.Image
 import uvicorn
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("tools for tests")
@@ -37,6 +39,14 @@ async def hang(seconds: float) -> str:
     """Keeps the whole server from answering."""
     time.sleep(seconds)  # noqa: ASYNC251 - on purpose
     return "hung"
+
+
+@server.tool()
+def picture() -> list[Image | str]:
+    """A red square."""
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (16, 16), "red").save(file, "png")
+    return ["a square:", Image(data=file.getvalue(), format="png")]
 
 
 @server.tool()

@@ -93,6 +93,8 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
         match message.role, block.get("type"):
             case _, "text":
                 texts.append(text_of(block.get("text"), f"{where}.text"))
+            case "user", "image":
+                texts.append(texts_joined([block], (), where))
             case "assistant", "tool_use":
                 function = {"name": block.get("name"), "arguments": block.get("input")}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})

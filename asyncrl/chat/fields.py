@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from asyncrl.data.images import image_url
+from asyncrl.data.rows import IMAGE, sent_image
 from asyncrl.errors import AsyncRLError
 
 # Errors of refused requests, in OpenAI's error schema.
@@ -125,18 +127,34 @@ class TextPart(Fields):
     text: str
 
 
+class ImagePart(Fields):
+    type: Literal["image_url"]
+    image_url: dict[str, str]
+
+
+SEND_TEXT = "send text, or images as data:image/png;base64,...: nothing is fetched, and audio is not supported"
+
+
+def part_text(part: Any, kinds: Sequence[str]) -> str | None:
+    """The text of a part of a content that is of these kinds, or its image as `Chat` takes it. None: it is neither."""
+    if not isinstance(part, dict):
+        return None
+    if part.get("type") in kinds:
+        return part["text"] if isinstance(part.get("text"), str) else None
+    url = image_url(part)
+    return None if url is None else sent_image(url)
+
+
 def _joined(value: Any) -> Any:
-    """Text as one string, or as OpenAI's list of text parts."""
-    if isinstance(value, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
-        texts = [part.get("text") for part in value]
-        if all(isinstance(text, str) for text in texts):
-            return "".join(texts)
-    if isinstance(value, str):
-        return value
-    raise PydanticCustomError("no_text", "send text: images and audio are not supported")
+    """Text with images as one string, or as OpenAI's list of parts."""
+    parts = [part_text(part, ("text",)) for part in value] if isinstance(value, list) else [value]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) < len(parts):
+        raise PydanticCustomError("no_text", SEND_TEXT)
+    return IMAGE.sub(r" \1", "".join(texts))  # stored images are named by nobody
 
 
-Text = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
+Text = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart | ImagePart])]
 
 
 def parsed(model: type[M], body: object) -> M:

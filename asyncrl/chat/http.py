@@ -20,7 +20,7 @@ from asyncrl.remote.tasks import cancel
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 4 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_S = 60.0
 """Longest time for a body to arrive."""
 RETRY_AFTER_S = 1

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from asyncrl.chat.fields import ApiError, bad_field, short
+from asyncrl.chat.fields import SEND_TEXT, ApiError, bad_field, part_text, short
 from asyncrl.data.tool_calls import ToolCall
 
 DONE = "data: [DONE]\n\n"
@@ -131,14 +131,13 @@ def text_of(value: Any, where: str) -> str:
 
 
 def texts_joined(content: Any, kinds: Sequence[str], where: str) -> str:
-    """The text of a content that is a string or has parts of these types. Raises ApiError for other content; `where`:
-    its place in the request."""
+    """The text of a content that is a string or has parts of these types, or images. Raises ApiError for other content;
+    `where`: its place in the request."""
     if not isinstance(content, list):
         return text_of(content, where)
     texts = []
     for number, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
-        if not isinstance(text, str):
+        if (text := part_text(part, kinds)) is None:
             raise _no_text(part, f"{where}[{number}]")
         texts.append(text)
     return "".join(texts)
@@ -146,7 +145,7 @@ def texts_joined(content: Any, kinds: Sequence[str], where: str) -> str:
 
 def _no_text(value: Any, where: str) -> ApiError:
     found = "it is missing" if value is None else f"{short(value)} cannot be served"
-    return bad_field(where, found, "send text: images and audio are not supported")
+    return bad_field(where, found, SEND_TEXT)
 
 
 def with_system(text: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError, explain
 POOLS = ("teacher", "judge")
 """Sections of other models. Their keys are those of `model` and of the engines in `rollout`."""
 _TAKEN = """
-    model.revision model.enable_thinking model.date
+    model.revision model.enable_thinking model.date model.image_directory
     data.system_prompt data.curriculum.key data.drop_duplicates data.shuffle data.continue_final_message
     reward.skip_special_tokens
     rollout.torch.device rollout.vllm.enable_prefix_caching rollout.vllm.enforce_eager rollout.vllm.enable_sleep_mode
@@ -68,9 +68,7 @@ ASKED = {
     **dict.fromkeys(("ray.address", "reward.remote.url", "rollout.openenv.url", "rollout.remote.urls"), _MACHINE),
     **dict.fromkeys(("rollout.agent.host", "rollout.agent.advertise", "rollout.serve.host"), "an address to listen on"),
     **dict.fromkeys(("ray.env", "rollout.remote.api_key_env"), "environment variables"),
-    **dict.fromkeys(
-        ("rollout.tool_use.corpus", "weights.disk_directory", "data.image_directory", "model.image_directory"), _FILE
-    ),
+    **dict.fromkeys(("rollout.tool_use.corpus", "weights.disk_directory", "data.image_directory"), _FILE),
     **dict.fromkeys(("reward.code.allow_basic_sandbox", "rollout.tool_use.allow_basic_sandbox"), "a protection less"),
 }
 """Taken with the user's word only, unless it has its default: key -> why."""

@@ -189,6 +189,7 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     held_out = dict(zip(names, arguments.datasets, strict=True))
     data = {"train": arguments.datasets[0], "mixture": {}, "curriculum": {}, "eval": held_out}
     sections.setdefault("data", {}).update(data)
+    sections["model"].pop("image_directory", None)
     sections.setdefault("eval", {}).update(_asked(arguments, sections))
     # Phase 4: drop settings that only training needs: they must not prevent an evaluation.
     unused = "weights", "observability", "teacher", "judge", "trainer.lora", "reward.judge", "reward.group"
@@ -245,6 +246,7 @@ def _of_run(arguments: argparse.Namespace, found: FoundCheckpoint, scratch: Path
     asked, instead = f"evaluate {found.directory}", "pass --recipe RECIPE.yaml"
     if not isinstance(recipe := found.recipe, dict):
         raise ConfigError(explain(asked, "its run directory, with the recipe, is not there", instead))
+    recipe = _without(recipe, "model.image_directory")  # data.image_directory, perhaps of the command line, sets it
     sources = {"train": arguments.datasets[0], "mixture": {}, "curriculum": {}, "eval": {}}
     for section, ours in (("data", sources), ("eval", {"every_steps": 0})):
         theirs = recipe.get(section)

@@ -25,7 +25,7 @@ from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import resolved
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path, is_hub_model
-from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.data.tokenizer import file_of, load_tokenizer
 from asyncrl.errors import AsyncRLError, ConfigError, WeightTransferError, explain
 from asyncrl.json_records import from_plain
 from asyncrl.trainer.backend import CheckpointReader
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SHARD_BYTES = 5 * 10**9
+_OF_PROCESSORS = "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -181,6 +182,9 @@ def _write_description(model: ModelConfig, directory: Path, dtype: torch.dtype) 
         transformers.GenerationConfig.from_pretrained(model.path, revision=revision).save_pretrained(directory)
     except OSError:
         pass  # the file is optional
+    for name in _OF_PROCESSORS:
+        if (file := file_of(model, name)) is not None:
+            shutil.copy(file, directory)
     if model.trust_remote_code and Path(model.path).is_dir():
         for file in Path(model.path).glob("*.py"):
             shutil.copy(file, directory)
@@ -236,7 +240,7 @@ def _whole(
     unseen = [name for name in base.names if name not in written and name not in layout.aliases]
     if not unseen:
         return
-    named, text = f"{len(unseen)} tensors of {model.path}, the first is {unseen[0]}", plain_console().print
+    named, text = f"{len(unseen)} tensors of {model.path}, the first is {unseen[0]}", plain_console(stderr=True).print
     if not (written.issuperset(layout.shapes) and layout.shapes.keys() <= set(base.names)):
         text(f"left out, since the files name the trained ones otherwise: {named}")
         return

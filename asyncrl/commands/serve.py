@@ -241,6 +241,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve a model behind one OpenAI-compatible address.",
         epilog="key=value overrides keys of a recipe's rollout section, for example vllm.max_model_len=2048, or of its "
         "model and recovery sections with their prefix, for example model.chat_template=FILE. "
+        "data.image_directory=DIR serves images, which it keeps there. "
         "exit codes: 1 failed, 2 bad input (nothing started), 130/143 ended by a signal",
     )
     add = parser.add_argument
@@ -285,7 +286,8 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
     ]
     if arguments.dtype is not None:
         settings.append(f"model.inference_dtype={arguments.dtype}")
-    settings += [o if o.startswith(("model.", "recovery.")) else f"rollout.{o}" for o in arguments.overrides]
+    others = "model.", "recovery.", "data.image_directory="
+    settings += [o if o.startswith(others) else f"rollout.{o}" for o in arguments.overrides]
     return load_recipe(Path(os.devnull), settings)
 
 

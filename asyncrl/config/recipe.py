@@ -147,6 +147,12 @@ class Recipe:
         self._check_schedule()
         self._check_weights()
         # Derived settings come last, after the checks of the settings as written.
+        require(
+            self.model.image_directory in (None, self.data.image_directory),
+            asked=f"model.image_directory={self.model.image_directory}",
+            found=f"data.image_directory={self.data.image_directory}, which sets it",
+            do="set data.image_directory alone",
+        )
         if self.data.image_directory is not None:
             self._check_images()
             object.__setattr__(self, "model", replace(self.model, image_directory=self.data.image_directory))

@@ -1,17 +1,25 @@
-"""The model's chat format over token ids: prompts, and the turns that an environment adds."""
+"""The model's chat format over token ids: prompts, and the turns that an environment adds.
+
+In texts an image stands as `rows.IMAGE`, by its key in `data.image_directory`, or `rows.SENT_IMAGE`.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat_template import ChatTemplate, Message
+from asyncrl.data.images import ImageTokens, image_bytes, require_text_last
+from asyncrl.data.rows import IMAGE, SENT_IMAGE
 from asyncrl.data.tokenizer import stop_token_ids
 from asyncrl.data.tool_calls import ToolPrompt
 from asyncrl.errors import DataError, explain
+from asyncrl.types.images import FIRST_ID, image_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +47,23 @@ class Chat:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, model, parser)
         self._skips = skip_special_tokens
+        self._model = model
+
+    @property
+    def sees_images(self) -> bool:
+        return self._model.image_directory is not None
+
+    @cached_property
+    def _images(self) -> ImageTokens:
+        """Raises DataError: the model reads none."""
+        if not self.sees_images:
+            raise DataError(explain("an image in a message", "the model reads text alone", "set data.image_directory"))
+        return ImageTokens(self._model, self._template.image_text)
+
+    def image(self, source: object) -> str:
+        """Stores an image and returns it as messages hold it. `source`: bytes of a file, a path, a URL, an image of
+        PIL. Raises DataError: it is none, or the model reads none."""
+        return f"\ufffc{self._images.store.put(image_bytes(source, ''))}"
 
     @property
     def template(self) -> str:
@@ -56,9 +81,16 @@ class Chat:
         Some tokenizers encode the first token of a text differently, so the whole is encoded and then cut. If a token
         would span both, `text` is encoded alone.
         """
-        before, whole = self.encode(head), self.encode(head + text)
+        before, whole = self.encode(head), self._seen(head + text)
         joined = len(whole) > len(before) and np.array_equal(whole[: len(before)], before)
-        return whole[len(before) :] if joined else self.encode(text)
+        return whole[len(before) :] if joined else self._seen(text)
+
+    def _seen(self, text: str) -> np.ndarray:
+        """[n] int32: the text with its images. Raises DataError."""
+        if "\ufffc" not in text:
+            return self.encode(text)
+        text = SENT_IMAGE.sub(lambda found: self.image(json.loads(found[1])), text)
+        return self._images.encoded(text, self.encode, "a message") if IMAGE.search(text) else self.encode(text)
 
     def decode(self, token_ids: np.ndarray) -> str:
         """What rewards and environments read of a response: what the tokens spell, character for character, without
@@ -77,8 +109,12 @@ class Chat:
         size = len(token_ids)
         while size and int(token_ids[size - 1]) in self.ends:
             size -= 1
-        kept = token_ids[:size]  # an array decodes faster than a list
-        return str(self._tokenizer.decode(kept, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+        kept = np.asarray(token_ids[:size])  # an array decodes faster than a list
+        parts = [kept]
+        if size and kept.max() >= FIRST_ID:  # an environment has written an image
+            parts = np.split(kept, np.flatnonzero(np.diff(kept >= FIRST_ID)) + 1)
+        decode = partial(self._tokenizer.decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        return "".join(image_text(p) if len(p) and p[0] >= FIRST_ID else str(decode(p)) for p in parts)
 
     @property
     def plain_decoder(self) -> str | None:
@@ -104,10 +140,8 @@ class Chat:
 
         Raises DataError: the template refuses the messages, or renders nothing.
         """
-        ids = self.encode(self._template.render(messages, tools, asked="a conversation"))
-        if len(ids) == 0:
-            raise DataError(explain("a conversation", "it renders to no token", "check the chat template"))
-        return ids
+        text = self._template.render(messages, tools, asked="a conversation")
+        return require_text_last(self._seen(text), "a conversation")
 
     def next_turn(
         self, response_ids: np.ndarray, messages: Sequence[Message], *, with_tools: bool = False

@@ -1,4 +1,5 @@
-"""Images of datasets: their bytes, and the tokens that the model's processor makes of them."""
+"""Images of datasets, environments and requests: their bytes, and the tokens that the model's processor makes of
+them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import base64
 import io
 import re
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,22 +16,22 @@ import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError, DataError, explain
-from asyncrl.types.images import KEY_TOKENS, ImageStore, image_ids
+from asyncrl.types.images import FIRST_ID, IN_TEXT, KEY_TOKENS, ImageStore, image_ids
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FETCH_S = 30.0
 """Longest wait for an image of the web."""
-LOOK_AHEAD = ("gemma3", "gemma4", "paligemma", "step3p7", "deepseek_ocr2")
-"""How the types of models begin whose attention over an image goes both ways."""
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
 def image_bytes(source: Any, origin: str) -> bytes:
     """The file of an image: bytes, a path (also next to the dataset), a URL, `data:image/...;base64,...`, an object of
-    one of them (`bytes`, `path`, `url`), or an image of PIL. Raises DataError, of the row `origin`: no image."""
-    asked, do = f"an image of the row at {origin}", "give its file's bytes, its path or its URL"
+    one of them (`bytes`, `path`, `url`), or an image of PIL. `origin`: of its row; empty: of none. Raises DataError:
+    no image."""
+    asked = f"an image of the row at {origin}" if origin else "an image"
+    do = "give its file's bytes, its path or its URL"
     if isinstance(source, Mapping):
         source = next((source[name] for name in ("bytes", "path", "url", "image") if source.get(name)), None)
     try:
@@ -70,9 +71,9 @@ class ImageTokens:
     """The token ids of images in prompts, by the processor of a model. `mark`: the token that stands for an image in a
     text, and for the tokens of all images."""
 
-    def __init__(self, model: ModelConfig) -> None:
-        """`model.image_directory` is set. Raises ConfigError: the model has no processor, or none for images, or layers
-        that look ahead within an image."""
+    def __init__(self, model: ModelConfig, text_of: Callable[[str], str]) -> None:
+        """`model.image_directory` is set. `text_of`: `ChatTemplate.image_text` of the model. Raises ConfigError: the
+        model has no processor, or none for images."""
         from transformers import AutoConfig, AutoProcessor
 
         assert model.image_directory is not None
@@ -87,15 +88,29 @@ class ImageTokens:
         if getattr(self.processor, "image_processor", None) is None:
             do = "name a model that reads images, or leave data.image_directory out"
             raise ConfigError(explain(f"images for {model.path}", "its files have no image processor", do))
-        if config.model_type.startswith(LOOK_AHEAD) or not hasattr(config, "image_token_id"):
-            looks = "its layers look ahead within an image, and rows of the trainer do not"
-            found = looks if hasattr(config, "image_token_id") else "its config.json names no image_token_id"
+        if not hasattr(config, "image_token_id"):
+            found = "its config.json names no image_token_id"
             raise ConfigError(explain(f"images for {model.path}", found, "train it on rows of text"))
         tokenizer = self.processor.tokenizer
         self.mark: str = getattr(self.processor, "boi_token", None) or self.processor.image_token
         self.mark_id: int = tokenizer.convert_tokens_to_ids(self.mark)
-        self.token_id: int = tokenizer.convert_tokens_to_ids(self.processor.image_token)
+        self.token_id: int = config.image_token_id
+        self._shown = text_of(self.mark)
         self._of = lru_cache(maxsize=4096)(self._made)
+
+    def encoded(self, text: str, encode: Callable[[str], np.ndarray], asked: str) -> np.ndarray:
+        """[n] int32: the ids of a text with images as `IN_TEXT` finds them. `encode`: of texts without.
+
+        Raises DataError, of `asked`: the text has other places for images than these.
+        """
+        keys, ids = IN_TEXT.findall(text), encode(IN_TEXT.sub(lambda _: self._shown, text))
+        places = np.flatnonzero(ids == self.mark_id)
+        if len(places) != len(keys):
+            do = f"take the text {self.mark} out of it, or set model.chat_template to one with images"
+            raise DataError(explain(asked, f"{len(places)} places for {len(keys)} images", do))
+        head, *rest = np.split(ids, places)
+        shown = (part for key, after in zip(keys, rest, strict=True) for part in (self.of(key), after[1:]))
+        return np.concatenate([head, *shown])
 
     def of(self, key: str) -> np.ndarray:
         """[n] int32: the ids of a stored image, image tokens as `image_ids` makes them."""
@@ -113,10 +128,65 @@ class ImageTokens:
         return ids
 
 
-def with_images(ids: np.ndarray, keys: list[str], tokens: ImageTokens) -> np.ndarray:
-    """[n] int32: the ids of a text with the tokens of its images, one for each mark, in order."""
-    places = np.flatnonzero(ids == tokens.mark_id)
-    head, *rest = np.split(ids, places)
-    return np.concatenate(
-        [head, *(x for key, part in zip(keys, rest, strict=True) for x in (tokens.of(key), part[1:]))]
-    )
+def require_text_last(ids: np.ndarray, asked: str) -> np.ndarray:
+    """Raises DataError, of `asked`: nothing, or an image at the end; engines compute the last token by itself."""
+    if len(ids) == 0:
+        raise DataError(explain(asked, "it renders to no token", "check the chat template"))
+    if ids[-1] >= FIRST_ID:
+        raise DataError(explain(asked, "it ends with an image", "put text behind the image"))
+    return ids
+
+
+Shown = str | tuple[str | bytes, ...]
+"""What an environment or a tool shows the policy: text, and images as the bytes of their files."""
+
+
+def shown(value: Any, text: Callable[[Any], str] = str) -> Shown:
+    """`value` for the policy. `text`: of what is no image.
+
+    Images are bytes, pixels (uint8 [height, width, 1, 3 or 4]), an image of PIL, a text `data:image/...;base64,...`,
+    and parts of messages in the forms of OpenAI, Anthropic and MCP; also in lists, tuples and mappings.
+    """
+    parts = list(_parts(value, text))
+    if not any(isinstance(part, bytes) for part in parts):
+        return text(value)
+    return tuple(parts)
+
+
+def _parts(value: Any, text: Callable[[Any], str]) -> Iterator[str | bytes]:
+    if isinstance(value, Mapping) and (url := image_url(value)) is not None:
+        value = url
+    if getattr(value, "dtype", None) == np.uint8 and value.ndim == 3 and value.shape[-1] in (1, 3, 4):
+        from PIL import Image
+
+        pixels: Any = value
+        value = Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
+    is_image = hasattr(value, "save") or (isinstance(value, str) and _DATA.match(value) is not None)
+    if is_image or isinstance(value, bytes):
+        try:
+            yield image_bytes(value, "")
+            return
+        except DataError:  # bytes of something else, a text that only begins like an image
+            pass
+    if isinstance(value, Mapping) and value.get("type") == "text" and isinstance(value.get("text"), str):
+        yield value["text"]
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from (f"{name}: ", *_parts(inner, text), "\n")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _parts(inner, text)
+    else:
+        yield text(value)
+
+
+def image_url(part: Mapping[str, Any]) -> str | None:
+    """The image in a part of a message, as `data:image/...;base64,...`: in OpenAI's form (`image_url`, `input_image`),
+    Anthropic's and MCP's (`image`). None: it has no image, or one that would have to be fetched."""
+    found: Any = part.get("image_url") if part.get("type") in ("image_url", "input_image") else None
+    found = found.get("url") if isinstance(found, Mapping) else found
+    if part.get("type") == "image":
+        own: Any = part.get("source") if isinstance(part.get("source"), Mapping) else part
+        kind = own.get("media_type") or own.get("mimeType") or own.get("mime_type")
+        found = f"data:{kind};base64,{own.get('data')}"
+    return found if isinstance(found, str) and _DATA.match(found) else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import json
 import math
 import re
@@ -51,6 +52,8 @@ _MARK, _OF_VERL = "\0\ufffc", "<image>"
 """Where a content has an image: the first until the image is found, which no text has; the second in verl's."""
 IMAGE = re.compile("\ufffc([0-9a-f]{28})")
 """An image in the content of a message, by its key in `data.image_directory`."""
+SENT_IMAGE = re.compile("\0\ufffc([^\0]+)\0")
+"""An image that is not stored yet, by its source as JSON."""
 _CALLERS = ("function_call", "tool_call")
 """In `from`: the message is a call, as JSON, perhaps behind a thought."""
 _SPEAKERS = dict.fromkeys(("human", "user"), "user") | {"system": "system", "developer": "developer"}
@@ -64,8 +67,8 @@ _CHAT, _TRUTH = "\0prompt", "\0ground_truth"
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a prompt. `role`: any of the chat template (system, user, assistant, tool). `content`: text, with
-    images as `IMAGE` finds them. `more`: the other
-    fields, such as tool_calls and reasoning_content, as a JSON object; empty for none."""
+    images as `IMAGE` finds them. `more`: the other fields, such as tool_calls and reasoning_content, as a JSON object;
+    empty for none."""
 
     role: str
     content: str
@@ -418,18 +421,29 @@ def _joined(parts: Sequence[object], key: str, origin: str) -> str:
             text = part.get("text")
         elif isinstance(part, Mapping) and kind.startswith("image"):  # image_url is OpenAI's
             own = next((part[name] for name in (kind, "url", "path", "image") if part.get(name)), None)
-            text = _MARK + (json.dumps(own, default=_coded) + "\0" if own else "")
+            text = sent_image(own) if own else _MARK
         if not isinstance(text, str):
             raise _malformed(origin, f"{key}[{number}] is {_kind(part)}, and only text can be trained", _NO_MEDIA)
         texts.append(text)
     return "".join(texts)
 
 
-def _coded(value: object) -> str:
-    """Bytes of an image in a part of a content. Raises TypeError: something else."""
-    if not isinstance(value, bytes):
-        raise TypeError(f"{type(value).__name__} as an image")
-    return "data:image/any;base64," + base64.b64encode(value).decode()
+def sent_image(source: object) -> str:
+    """An image in the content of a message, as `SENT_IMAGE` finds it. `source`: as `images.image_bytes` takes it."""
+    return f"{_MARK}{json.dumps(source, default=_coded)}\0"
+
+
+def _coded(value: Any) -> str:
+    """An image that JSON does not hold."""
+    if hasattr(value, "save"):  # of PIL
+        value.convert("RGB").save(file := io.BytesIO(), "png")
+        value = file.getvalue()
+    return "data:image/any;base64," + base64.b64encode(value).decode() if isinstance(value, bytes) else repr(value)
+
+
+def without_marks(text: str) -> str:
+    """The text without what would be read as an image."""
+    return IMAGE.sub(r" \1", text.replace(_MARK, " ")) if "\ufffc" in text else text
 
 
 def _calls(calls: object, key: str, origin: str) -> list[dict[str, Any]]:

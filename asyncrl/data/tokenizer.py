@@ -12,13 +12,12 @@ import numpy as np
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path
 from asyncrl.data.chat_template import TEXT_ALONE, ChatTemplate
-from asyncrl.data.images import ImageTokens, with_images
+from asyncrl.data.images import ImageTokens, require_text_last
 from asyncrl.data.row_table import RenderedPrompts
 from asyncrl.data.rows import IMAGE, PromptRow
 from asyncrl.data.stop_strings import StopTexts
 from asyncrl.data.tool_calls import ToolPrompt, tools_for
 from asyncrl.errors import ConfigError, DataError, explain
-from asyncrl.types.images import FIRST_ID
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,8 +88,7 @@ class PromptRenderer:
         # Other models make one token of an unknown word.
         splits = type(getattr(backend, "model", None)).__name__ == "BPE"
         self._longest = max(map(len, tokenizer.get_vocab())) if splits else 0
-        self._images = None if model.image_directory is None else ImageTokens(model)
-        self._image_text = "" if self._images is None else self.template.image_text(self._images.mark)
+        self._images = None if model.image_directory is None else ImageTokens(model, self.template.image_text)
 
     def prompt_ids(self, row: PromptRow) -> np.ndarray:
         """[P] int32: the row through the chat template, up to where the policy begins.
@@ -149,23 +147,16 @@ class PromptRenderer:
         return repr(sorted(self._tokenizer.get_vocab().items())).encode(errors="replace")
 
     def _ids(self, row: PromptRow, text: str) -> np.ndarray:
-        tokenizer: Any = self._tokenizer
-        keys, asked = IMAGE.findall(text), f"the prompt of {row.origin}"
-        ids = tokenizer(IMAGE.sub(self._image_text.replace("\\", r"\\"), text), add_special_tokens=False)["input_ids"]
-        if len(ids) == 0:
-            raise DataError(explain(asked, "it renders to no token", "check the chat template"))
-        found = np.asarray(ids, dtype=np.int32)
-        if not keys:
-            return found
+        asked = f"the prompt of {row.origin}"
+        if IMAGE.search(text) is None:
+            return require_text_last(self._encode(text), asked)
         if self._images is None:
             raise DataError(explain(asked, "it has images", "set data.image_directory"))
-        if (places := int((found == self._images.mark_id).sum())) != len(keys):
-            do = f"take the text {self._images.mark} out of the row, or set model.chat_template to one with images"
-            raise DataError(explain(asked, f"{places} places for {len(keys)} images", do))
-        found = with_images(found, keys, self._images)
-        if found[-1] >= FIRST_ID:  # engines compute the last token of a prompt by itself
-            raise DataError(explain(asked, "it ends with an image", "put text behind the image"))
-        return found
+        return require_text_last(self._images.encoded(text, self._encode, asked), asked)
+
+    def _encode(self, text: str) -> np.ndarray:
+        tokenizer: Any = self._tokenizer
+        return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
 
 def render_rows(
@@ -237,7 +228,7 @@ def stop_texts(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> StopT
 
 def _configured_ends(model: ModelConfig) -> Iterator[int]:
     for name in ("config.json", "generation_config.json"):
-        file = _file_of(model, name)
+        file = file_of(model, name)
         if file is None:
             continue
         try:
@@ -247,7 +238,8 @@ def _configured_ends(model: ModelConfig) -> Iterator[int]:
         yield from eos if isinstance(eos, list) else () if eos is None else (int(eos),)
 
 
-def _file_of(model: ModelConfig, name: str) -> Path | None:
+def file_of(model: ModelConfig, name: str) -> Path | None:
+    """A file of the model, downloaded if it is a hub's; None: it has none of this name."""
     directory = Path(model.path).expanduser()
     if directory.is_dir():
         file = directory / name

@@ -1,4 +1,4 @@
-"""Environments of gymnasium with observations and actions as text."""
+"""Environments of gymnasium with actions as text, and observations as text or images."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class GymnasiumEnvironment:
     def __init__(self, recipe: Recipe) -> None:
         config = recipe.rollout.gymnasium
         self._rules = EpisodeRules(config.max_turns, config.max_observation_tokens, config.reward, limits_of(recipe))
-        self._processes = tuple(_EpisodeProcess(config, recipe.ray.start_timeout_s) for _ in range(config.workers))
+        images = recipe.model.image_directory is not None
+        processes = (_EpisodeProcess(config, recipe.ray.start_timeout_s, images=images) for _ in range(config.workers))
+        self._processes = tuple(processes)
         self._episodes = itertools.count()
 
     async def start(self) -> None:
@@ -75,7 +77,7 @@ class GymnasiumEnvironment:
 class _EpisodeProcess:
     """`episodes`: in progress. `finished`: episodes whose end the process was not told yet."""
 
-    def __init__(self, config: GymnasiumConfig, start_timeout_s: float) -> None:
+    def __init__(self, config: GymnasiumConfig, start_timeout_s: float, *, images: bool) -> None:
         self.episodes: set[int] = set()
         self.finished: list[int] = []
         self.pool = WorkerPool(
@@ -83,7 +85,7 @@ class _EpisodeProcess:
                 name="environment process",
                 module="asyncrl.environments.gymnasium_worker",
                 labels=(config.id or config.factory,),
-                settings=config,
+                settings=(config, images),
                 asked=f"rollout.gymnasium.{f'id={config.id}' if config.id else f'factory={config.factory}'}",
                 answer=EnvironmentReply,
                 advice="make its steps shorter, or raise rollout.gymnasium.step_timeout_s",

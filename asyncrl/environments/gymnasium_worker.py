@@ -26,6 +26,8 @@ from asyncrl.workers.worker_loop import serve
 if TYPE_CHECKING:
     import gymnasium
 
+    from asyncrl.data.images import Shown
+
 _HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
 _SHOWN_CHARS = 60
 
@@ -71,7 +73,9 @@ def make_checked(config: GymnasiumConfig) -> gymnasium.Env[Any, Any]:
 
 
 class _Environments:
-    def __init__(self, config: GymnasiumConfig) -> None:
+    def __init__(self, settings: tuple[GymnasiumConfig, bool]) -> None:
+        """`settings`: of the recipe, and whether the policy reads images."""
+        config, self._shows_images = settings
         self._config = config
         self._idle = [make_checked(config)]
         self._open: dict[int, gymnasium.Env[Any, Any]] = {}
@@ -97,7 +101,7 @@ class _Environments:
 
     def _reset(self, env: gymnasium.Env[Any, Any], request: GymnasiumRequest) -> EnvironmentReply:
         options = None if request.options is None else dict(request.options)
-        return EnvironmentReply(_text(env, env.reset(seed=request.seed, options=options)[0]))
+        return EnvironmentReply(self._seen(env, env.reset(seed=request.seed, options=options)[0]))
 
     def _act(self, env: gymnasium.Env[Any, Any], response: str) -> EnvironmentReply:
         found = last_match(response, self._config.action_pattern).strip()
@@ -105,7 +109,18 @@ class _Environments:
         if action is None:
             return EnvironmentReply(self._refusal(env.action_space, found), accepted=False)
         observation, reward, terminated, truncated, _ = env.step(action)
-        return EnvironmentReply(_text(env, observation), float(reward), bool(terminated or truncated))
+        return EnvironmentReply(self._seen(env, observation), float(reward), bool(terminated or truncated))
+
+    def _seen(self, env: gymnasium.Env[Any, Any], observation: Any) -> Shown:
+        """The observation for the policy; with images, its pixels and those of an `rgb_array` rendering."""
+        if not self._shows_images:
+            return _text(env, observation)
+        from asyncrl.data.images import shown
+
+        if env.render_mode != "rgb_array":
+            return shown(observation, partial(_text, env))
+        text = [observation] if isinstance(observation, str) else []
+        return shown([env.render(), *text], partial(_text, env))
 
     def _action(self, space: Any, found: str) -> Any:
         from gymnasium import spaces

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from asyncrl.data.rows import without_marks
+
 if TYPE_CHECKING:
     from asyncrl.data.chat import Chat
+    from asyncrl.data.images import Shown
 
 
 MAX_TEXT_CHARS = 1 << 20
@@ -20,21 +23,31 @@ MAX_TEXT_CHARS = 1 << 20
 class EnvironmentReply:
     """The answer of an environment to a reset or an action.
 
-    `text`: for the policy. `reward`: of the action. `ended`: the episode takes no further action. `accepted` False: the
-    response had no action, nothing has happened, and `text` says what was expected.
+    `text`: for the policy, perhaps with images. `reward`: of the action. `ended`: the episode takes no further action.
+    `accepted` False: the response had no action, nothing has happened, and `text` says what was expected.
     """
 
-    text: str
+    text: Shown
     reward: float = 0.0
     ended: bool = False
     accepted: bool = True
 
 
-def for_policy(chat: Chat, text: str, limit: int) -> str:
+def for_policy(chat: Chat, text: Shown, limit: int) -> str:
     """The text without unpaired surrogates and special tokens; cut, with a note, to `limit` tokens and
-    MAX_TEXT_CHARS."""
+    MAX_TEXT_CHARS. Images, to which the limit does not apply, as `chat` takes them; `[image]` if the model reads
+    none."""
+    if not isinstance(text, str):
+        said = ""
+        for part in text:
+            if isinstance(part, bytes):
+                said += chat.image(part) if chat.sees_images else "[image]"
+            else:
+                said += (own := for_policy(chat, part, limit))
+                limit = max(0, limit - len(chat.encode(own)))
+        return said
     cut = len(text) >= MAX_TEXT_CHARS  # the sender may have cut it already
-    text = speakable(text[:MAX_TEXT_CHARS])
+    text = without_marks(speakable(text[:MAX_TEXT_CHARS]))
     # a token has at least one byte, so a short text need not be tokenized
     if len(text.encode()) > limit:
         ids = chat.encode(text)

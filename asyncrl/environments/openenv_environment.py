@@ -1,4 +1,4 @@
-"""Environments behind an OpenEnv server with observations and actions as text.
+"""Environments behind an OpenEnv server with actions as text, and observations as text or images.
 
 Source: openenv 0.4 and newer; its `GenericEnvClient` speaks JSON over a WebSocket, one session for each episode.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.environments import OpenEnvConfig
 from asyncrl.config.recipe import Recipe
+from asyncrl.data.images import shown
 from asyncrl.environments.custom import require_package_of
 from asyncrl.environments.environment import Session, Task, limits_of
 from asyncrl.environments.episode import EpisodeRules, play, setting_of
@@ -125,8 +126,11 @@ class _OpenEnvEpisode:
             raise GenerationError(explain(asked, found, "see the server's log")).of(process) from error
 
     def _read(self, result: Any) -> EnvironmentReply:
-        shown = result.observation
+        seen = result.observation
         if self._config.observation:
-            shown = shown.get(self._config.observation, "") if isinstance(shown, dict) else shown
-        text = shown if isinstance(shown, str) else json.dumps(shown, default=str)
-        return EnvironmentReply(text[:MAX_TEXT_CHARS], float(result.reward or 0.0), bool(result.done))
+            seen = seen.get(self._config.observation, "") if isinstance(seen, dict) else seen
+        return EnvironmentReply(shown(seen, _text), float(result.reward or 0.0), bool(result.done))
+
+
+def _text(value: Any) -> str:
+    return (value if isinstance(value, str) else json.dumps(value, default=str))[:MAX_TEXT_CHARS]

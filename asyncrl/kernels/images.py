@@ -3,46 +3,104 @@ outside of optimizer, publishes and checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import io
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import AutoImageProcessor, PreTrainedModel
+from transformers import AutoImageProcessor, AutoProcessor, PreTrainedModel
 
 from asyncrl.config.model import ModelConfig
+from asyncrl.errors import ConfigError, explain
 from asyncrl.types import decoder_of
-from asyncrl.types.images import FIRST_ID, ImageStore, images_in
+from asyncrl.types.images import FIRST_ID, ImageStore, image_ids, images_in
 
 _CACHED_BATCHES = 8
+_EXAMPLE_PIXELS = (96, 128, 3)
 
 
 class ImageInputs:
     """What a model needs to read images, beside the layers of text."""
 
-    def __init__(
-        self, config: Any, named: ModelConfig, towers: Mapping[str, nn.Module], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, named: ModelConfig, towers: Mapping[str, nn.Module]) -> None:
         """
         Args:
-            config: of the Hugging Face model.
+            model: without its encoder.
             named: with `image_directory`.
             towers: the encoder's modules by name; in the model while it reads.
         """
         assert named.image_directory is not None
-        self._towers, self._dtype = towers, dtype
+        self._named, self._towers = named, towers
         self._store = ImageStore(named.image_directory)
-        self._token: int = config.image_token_id
-        hub = {"revision": named.revision, "trust_remote_code": named.trust_remote_code}
-        self._processor = AutoImageProcessor.from_pretrained(named.path, **hub)
+        self._token: int = model.config.image_token_id
+        self._hub = {"revision": named.revision, "trust_remote_code": named.trust_remote_code}
+        self._processor = AutoImageProcessor.from_pretrained(named.path, **self._hub)
         self._pixels = lru_cache(maxsize=_CACHED_BATCHES)(self._made)
+        self._dtype = model.dtype
         for tower in towers.values():
-            tower.to(device, dtype).eval().requires_grad_(False)
+            tower.eval().requires_grad_(False)
+        self._attend(model, None)
+
+    def _attend(self, model: PreTrainedModel, attention: str | None) -> None:
+        """Sets the attention of the model, if given; towers, whose configs are parts of its config, keep theirs."""
+        if attention is not None:
+            model.set_attn_implementation(attention)
+        for tower in self._towers.values():
             if isinstance(tower, PreTrainedModel):
                 tower.set_attn_implementation("sdpa")
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        for tower in self._towers.values():
+            tower.to(device, dtype)
+
+    @torch.no_grad()
+    def prove(
+        self, model: PreTrainedModel, read: Callable[[torch.Tensor], torch.Tensor], attention: str, bound: float
+    ) -> None:
+        """Compares with what the model's own class makes of its processor's output, such as attention that looks ahead
+        within an image.
+
+        Args:
+            read: token ids [n] with an image -> the decoder's last hidden states [n, hidden size].
+            attention: of transformers, for `read`; the model has it afterwards.
+            bound: difference that is rounding, of the largest value: of any token in float32, else of the mean token.
+
+        Raises:
+            ConfigError: `read` gives something else.
+        """
+        self._attend(model, "eager")
+        ids, expected = self._example(model)
+        self._attend(model, attention)
+        gaps = (read(ids) - expected).abs().amax(-1).float()
+        apart = float(gaps.max() if model.dtype == torch.float32 else gaps.mean()) / float(expected.abs().max())
+        if not apart <= bound:
+            asked = f"read images with a {type(model).__name__}"
+            found = f"a text with an image differs by {apart:.2g} of the largest value from the model's own class"
+            raise ConfigError(explain(asked, f"{found} ({bound:g} is rounding)", "train it on rows of text"))
+
+    def _example(self, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [n] of a text with an image, and the decoder's last hidden states [n, hidden size] by the model's
+        own class."""
+        from PIL import Image
+
+        processor = AutoProcessor.from_pretrained(self._named.path, **self._hub)
+        noise = np.random.default_rng(0).integers(0, 256, _EXAMPLE_PIXELS, np.uint8)
+        Image.fromarray(noise).save(file := io.BytesIO(), "png")
+        key = self._store.put(file.getvalue())
+        mark = getattr(processor, "boi_token", None) or processor.image_token
+        made = processor(text=[f"{mark} what?"], images=self._store.open([key]), return_tensors="pt").to(model.device)
+        inputs = {n: t.to(self._dtype) if t.is_floating_point() else t for n, t in made.items()}
+        with self._attached(model):
+            expected = model.model(**inputs, use_cache=False).last_hidden_state[0]
+        ids = made["input_ids"][0]
+        at = ids == self._token
+        return ids.masked_scatter(at, torch.from_numpy(image_ids(key, int(at.sum()))).to(ids)), expected
 
     def plain(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids that the embedding takes."""

@@ -57,6 +57,7 @@ def _run(run: RunFiles) -> dict[str, Any]:
         "metrics": _columns(run),
         "timeline": _timeline(run, lives),
         "samples": [_sample(sample) for sample in run.samples],
+        "images": dict(run.images),
         "events": _notable(run),
         "faults": list(run.faults),
         "settings": {key: _short(value) for key, value in sorted(run.settings.items())},

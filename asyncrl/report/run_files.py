@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -23,6 +26,8 @@ Line = Mapping[str, float | None]
 """The metrics of one optimizer step; None: not finite."""
 MAX_SAMPLES = 200
 """Number of newest trajectories that are read."""
+_SHOWN_PIXELS = 224
+"""Longest side of an image on the page."""
 MAX_DEPTH = 8
 """Sections in sections of a recipe that are told apart."""
 
@@ -38,6 +43,7 @@ class RunFiles:
         samples: the newest trajectories, as in `samples.jsonl`.
         faults: names of the directories with evidence of failures.
         unread: file -> number of its lines that hold no record, and are left out.
+        images: key of an image of the samples -> `data:image/png;base64,...`, made small.
     """
 
     name: str
@@ -48,6 +54,7 @@ class RunFiles:
     samples: tuple[Mapping[str, Any], ...]
     faults: tuple[str, ...]
     unread: Mapping[str, int]
+    images: Mapping[str, str] = field(default_factory=dict)
 
     def series(self, key: str) -> list[float | None]:
         """The values of a metric, one per line; None if the line lacks it or it was not finite."""
@@ -68,16 +75,35 @@ def read_run(path: Path) -> RunFiles:
     if not by_step:
         found = "no optimizer step is complete: metrics.jsonl has no line of one"
         raise ConfigError(explain(asked, found, "wait for the first step, or read log.txt"))
+    settings = dict(_flat(config.get("recipe")) | _flat(config.get("resolved"), "resolved."))
+    samples = tuple(deque(_lines(directory.samples, _sample, unread), MAX_SAMPLES))
     return RunFiles(
         name=str(config.get("name", path.name)),
         directory=directory.path,
-        settings=dict(_flat(config.get("recipe")) | _flat(config.get("resolved"), "resolved.")),
+        settings=settings,
         metrics=tuple(by_step[step] for step in sorted(by_step)),
         events=tuple(_lines(directory.events, event_of, unread)),
-        samples=tuple(deque(_lines(directory.samples, _sample, unread), MAX_SAMPLES)),
+        samples=samples,
         faults=tuple(sorted(p.name for p in directory.faults.iterdir())) if directory.faults.is_dir() else (),
         unread=unread,
+        images=dict(_images(samples, settings.get("data.image_directory"))),
     )
+
+
+def _images(samples: Sequence[Mapping[str, Any]], directory: Any) -> Iterator[tuple[str, str]]:
+    """Those of these samples that are still in the directory."""
+    if not isinstance(directory, str):
+        return
+    from asyncrl.types.images import IN_TEXT, ImageStore  # the page of a run of text needs no numpy
+
+    texts = [sample.get(name) or "" for sample in samples for name in ("prompt", "response")]
+    for key in sorted({key for text in texts for key in IN_TEXT.findall(text)})[:MAX_SAMPLES]:
+        with suppress(OSError):
+            (image,) = ImageStore(directory).open([key])
+            image = image.copy()
+            image.thumbnail((_SHOWN_PIXELS, _SHOWN_PIXELS))
+            image.save(file := io.BytesIO(), "png")
+            yield key, "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def read_spans(run: RunFiles) -> Iterator[Mapping[str, Any]]:

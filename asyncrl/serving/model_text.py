@@ -11,6 +11,7 @@ from asyncrl.chat.fields import ApiError, bad_field
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.data.chat import Chat
+from asyncrl.data.rows import SENT_IMAGE
 from asyncrl.data.tokenizer import load_tokenizer, stop_token_ids
 from asyncrl.data.tool_calls import CallParser, parser_for, template_text, tools_for
 from asyncrl.errors import DataError
@@ -100,7 +101,8 @@ class ModelText:
 
 
 def _written_size(value: object) -> int:
-    """Characters of a JSON value with each key and value on its own line, indented by depth, as in some templates."""
+    """Characters of a JSON value with each key and value on its own line, indented by depth, as in some templates.
+    Images have none."""
     found, depth, level = 0, 0, [value]
     while level:
         deeper: list[object] = []
@@ -108,7 +110,7 @@ def _written_size(value: object) -> int:
         for item in level:
             match item:
                 case str():
-                    found += len(item)
+                    found += len(SENT_IMAGE.sub("", item) if "\ufffc" in item else item)
                 case dict():
                     deeper += [*item, *item.values()]
                 case list() | tuple():

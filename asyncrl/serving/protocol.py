@@ -96,8 +96,13 @@ _NOTHING_SCHEMA: Any = {"enum": [None, False, 0, "", [], {}]}
 
 _TEXT_SCHEMA = [
     {"type": "string"},
-    {"type": "array", "items": {"type": "object", "required": ["type", "text"], "properties": {
-        "type": {"const": "text"}, "text": {"type": "string"}}}},
+    {"type": "array", "items": {"anyOf": [
+        {"type": "object", "required": ["type", "text"], "properties": {
+            "type": {"const": "text"}, "text": {"type": "string"}}},
+        {"type": "object", "required": ["type", "image_url"], "properties": {
+            "type": {"const": "image_url"}, "image_url": {"type": "object", "required": ["url"], "properties": {
+                "url": {"type": "string", "pattern": "^data:image/"}}}}},
+    ]}},
 ]  # fmt: skip
 _TOOL_EXAMPLE = {"type": "function", "function": {"name": "..."}}
 

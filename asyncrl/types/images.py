@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +32,10 @@ _BITS, _DIGITS = 28, 7
 _BEGIN, _KEY, _REST = range(3)
 KEY_TOKENS = 4
 """Image tokens that an image has at least. They carry the 112 bits of its key."""
+
+
+IN_TEXT = re.compile(f"\ufffc([0-9a-f]{{{KEY_TOKENS * _DIGITS}}})")
+"""An image in a text, by its key; as `rows.IMAGE`."""
 
 
 class ImageRun(NamedTuple):
@@ -60,6 +65,13 @@ def images_in(ids: np.ndarray) -> list[ImageRun]:
     if len(runs[0]) or any((kinds[run[1:KEY_TOKENS]] != _KEY).any() or len(run) < KEY_TOKENS for run in runs[1:]):
         raise ValueError("token ids hold a part of an image")
     return [ImageRun("".join(f"{b:07x}" for b in bits[run[:KEY_TOKENS]]), at[run]) for run in runs[1:]]
+
+
+def image_text(ids: np.ndarray) -> str:
+    """What image tokens [n] spell, token by token: a whole image is U+FFFC and its key."""
+    kinds, bits = (ids - FIRST_ID) >> _BITS, (ids - FIRST_ID) & ((1 << _BITS) - 1)
+    named = zip(kinds.tolist(), bits.tolist(), strict=True)
+    return "".join("" if kind == _REST else "\ufffc" * (kind == _BEGIN) + f"{digits:07x}" for kind, digits in named)
 
 
 def as_model_ids(ids: np.ndarray, image_token: int) -> np.ndarray:

@@ -235,7 +235,7 @@ def report(found: dict[str, list[Figures]], options: argparse.Namespace) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, figures in found.items():
-        speeds = ", ".join(f"{f.samples_per_s:.0f}{'*' * (f.others > BUSY_CORES)}" for f in figures)
+        speeds = ", ".join(f"{f.samples_per_s:.3g}{'*' * (f.others > BUSY_CORES)}" for f in figures)
         ratios = [f.samples_per_s / p.samples_per_s for f, p in zip(figures, found.get(PEER, []), strict=False)]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"
         middle = [

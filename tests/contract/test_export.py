@@ -119,7 +119,7 @@ def test_what_training_does_not_see_is_kept_and_what_the_files_keep_exact_stays_
     assert main([str(root / "run"), str(tmp_path / "out"), "--model", str(base)]) == 0
     written = load_file(tmp_path / "out/model.safetensors")
     assert torch.equal(written["mtp.norm.weight"], ahead.bfloat16())
-    assert "kept, since they were not trained: 1 tensors of" in capfd.readouterr().out
+    assert "kept, since they were not trained: 1 tensors of" in capfd.readouterr().err
     assert {n for n, t in written.items() if t.dtype == torch.float32} == {norm}
     assert torch.equal(written[norm], trained()[norm])
 

@@ -3,12 +3,14 @@
 import asyncio
 import json
 
+import numpy as np
 import pytest
 
 from asyncrl.environments import check_environment
 from asyncrl.errors import ConfigError, DataError, DeadlineExceeded, GenerationError, ProcessDied
+from asyncrl.types.images import images_in
 from tests.contract.test_tool_use import recipe_with, text_of
-from tests.environments import ScriptedSession, assert_exact, chat_with, play, task_of
+from tests.environments import ScriptedSession, assert_exact, chat_with, chat_with_images, play, task_of
 from tests.waiting import until
 
 pytest.importorskip("gymnasium", reason="the package gymnasium is not installed: pip install 'asyncrl[gymnasium]'")
@@ -69,6 +71,30 @@ async def test_the_drawing_of_an_environment_is_read_and_its_actions_have_names(
     assert "\n\n[S]FFF\nFHFH\nFFFH\nHFFG<|im_end|>" in prompt
     assert "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG<|im_end|>" in text
     assert "Error: 'fly' names no action. The actions are left, down, right, up." in text
+
+
+@pytest.mark.parametrize("draws", [False, True])
+async def test_pixels_are_images_for_a_policy_that_reads_them(started, tmp_path, draws):
+    chat = chat_with_images(tmp_path)
+    settings = {"factory": "tests.gymnasium_environments:make_shown", "kwargs": {"draws": draws}, "workers": 1}
+    seeing = f"data.image_directory={tmp_path / 'images'}"
+    environment = await started(recipe_of(settings, seeing), chat)
+    trajectory, session = await play(environment, "odd", "even", task=task_of([1], "Go.", seed=5), chat=chat)
+    assert_exact(trajectory, session)
+    assert trajectory.reward == 1
+    first, second = (images_in(ids) for ids in (trajectory.prompt_ids, trajectory.response_ids))
+    assert [len(found) for found in (first, second)] == [1, 1]
+    assert first[0].key != second[0].key
+    seen = chat.decode_turn(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]))
+    assert [f"step {number}" in seen for number in range(2)] == [draws] * 2
+    again, _ = await play(environment, "odd", "even", task=task_of([1], "Go.", seed=5), chat=chat)
+    assert np.array_equal(again.response_ids, trajectory.response_ids), "the same pixels are the same tokens"
+
+
+async def test_without_a_directory_of_images_pixels_are_json(started):
+    environment = await started(recipe_of({"factory": "tests.gymnasium_environments:make_shown", "workers": 1}))
+    trajectory, session = await play(environment, "a", task=task_of([1], "Go."), limit=1)
+    assert "Go.\n\n[[[" in text_of(session, trajectory.prompt_ids)
 
 
 async def test_actions_without_names_are_numbers_and_other_observations_are_json(started):

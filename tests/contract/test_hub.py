@@ -22,7 +22,7 @@ TOKENIZER = "the tokenizer of the model org/none"
                     "asyncrl.commands.train recipes/quickstart.yaml data.train=org/none",
                     "the dataset org/none:train from the hub",
                 ),
-                ("asyncrl.commands.serve org/none", TOKENIZER),
+                ("asyncrl.commands.serve org/none", "the config of the model org/none"),
                 ("asyncrl.commands.evaluate org/none data/arithmetic_test.jsonl", TOKENIZER),
             )
         ),

@@ -11,8 +11,9 @@ import pytest
 
 from asyncrl.environments import build_environment, check_environment, prompt_tools
 from asyncrl.errors import ConfigError, ProcessDied
+from asyncrl.types.images import ImageStore, images_in
 from tests.contract.test_tool_use import recipe_with, text_of
-from tests.environments import QWEN, assert_exact, call_text, chat_with, play, tokenizer_with
+from tests.environments import QWEN, assert_exact, call_text, chat_with, chat_with_images, play, tokenizer_with
 from tests.server_process import listening
 from tests.unit.test_recipes import ROOT
 from tests.waiting import is_alive, until
@@ -104,7 +105,7 @@ async def test_tools_of_a_command_are_named_in_prompts_called_and_read(started):
     check_environment(recipe)
     prompt = prompt_tools(recipe, tokenizer_with(QWEN))
     names = [schema["function"]["name"] for schema in prompt.schemas]
-    assert names == ["calculator", "add", "die", "environment", "fail", "hang", "process_id", "rest"]
+    assert names == ["calculator", "add", "die", "environment", "fail", "hang", "picture", "process_id", "rest"]
     assert prompt.schemas[1]["function"]["parameters"]["required"] == ["a", "b"]
     environment = await started(recipe)
     assert await said(environment, "add", a=2, b=3) == ("5", 0)
@@ -125,6 +126,19 @@ async def test_what_a_server_answers_to_wrong_calls_is_read_by_the_policy(starte
     text, errors = await said(environment, "subtract", a=2, b=3)
     assert text.startswith("Error: there is no tool 'subtract'; the tools are add, die,")
     assert errors == 1
+
+
+async def test_images_of_a_server_are_seen_by_a_policy_that_reads_them(started, tmp_path):
+    environment = await started(with_server(by_command()))
+    assert await said(environment, "picture") == ("a square:\n[image]", 0)
+    chat = chat_with_images(tmp_path)
+    seeing = f"data.image_directory={tmp_path / 'images'}"
+    environment = await started(with_server(by_command(), seeing), chat)
+    trajectory, session = await play(environment, call_text("picture"), "red", chat=chat)
+    assert_exact(trajectory, session)
+    (image,) = images_in(trajectory.response_ids)
+    assert ImageStore(tmp_path / "images").open([image.key])[0].getpixel((0, 0)) == (255, 0, 0)
+    assert f"a square:\n\ufffc{image.key}" in chat.decode_turn(trajectory.response_ids)
 
 
 async def test_a_call_has_a_deadline_and_the_server_goes_on(started):

@@ -1,14 +1,17 @@
 """The page of a report in a real browser without a network."""
 
+import io
 import json
 import re
 import shutil
 import subprocess
 
 import pytest
+from PIL import Image
 
 from asyncrl.commands.report import main
 from asyncrl.observability.charts import CHARTS
+from asyncrl.types.images import ImageStore
 from tools.make_sick_run import write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -52,6 +55,35 @@ def test_everything_is_drawn_and_a_trajectory_is_coloured(tmp_path):
     assert dom.count('class="trajectory"') == 60
     assert dom.count('class="tool"') == 7, "the tokens that the environment wrote"
     assert len(re.findall(r'<span title="version \d+, replica \d, log-probability', dom)) == 33
+
+
+def test_images_are_shown_where_they_stand(tmp_path):
+    path = write_run(tmp_path / "run", "collapsed", 60)
+    store = ImageStore(tmp_path / "images")
+    Image.new("RGB", (400, 300), "red").save(file := io.BytesIO(), "png")
+    key = store.put(file.getvalue())
+    config = json.loads((path / "config.json").read_text())
+    config["recipe"]["data"]["image_directory"] = str(store.directory)
+    (path / "config.json").write_text(json.dumps(config))
+    lines = (path / "samples.jsonl").read_text().splitlines()
+    shown = f"a\ufffc{key}b"
+    sample = {
+        "ordinal": 1,
+        "prompt": f"look \ufffc{key} and \ufffc{'0' * 28}",
+        "response": shown,
+        "reward": 1.0,
+        "segments": [[0, 1, 0, 0, "policy"], [1, 7, 0, 0, "environment"]],
+        "token_ends": [1, 9, 16, 23, 30, 30, 31],  # as four tokens with the key, and one more, are written
+        "logprobs": [-1.0, 0, 0, 0, 0, 0, 0],
+    }
+    (path / "samples.jsonl").write_text("\n".join([*lines, json.dumps(sample)]) + "\n")
+    assert main([str(path)]) == 0
+    opened = "document.querySelector('.trajectory').open = true;"
+    dom = dom_of(path / "report.html", tmp_path / "profile", opened)
+    found = re.search(r'<div class="tokens">look .*?</details>', dom, re.DOTALL)[0]
+    assert len(re.findall(rf'<img src="data:image/png;base64,[^"]+" alt="{key}">', found)) == 2
+    assert f"[image {'0' * 28}]" in found, "lost"
+    assert key not in re.sub(r"<img[^>]*>", "", found)
 
 
 def test_it_fits_a_narrow_window_and_searches(tmp_path):

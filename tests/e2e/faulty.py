@@ -100,3 +100,9 @@ class Drawn:
     def __getitem__(self, index):
         a, b = 1 + index // 9, 1 + index % 9
         return {"prompt": f"Compute {a}+{b}", "answer": str(a + b)}
+
+
+def late(response, row):
+    """Right, but for one row after a minute only."""
+    time.sleep(60 if row.ground_truth == "late" else 0)
+    return 1.0

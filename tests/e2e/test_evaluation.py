@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.audit import audit_run
 from asyncrl.data.dataset import load_rows
+from tests.e2e.conftest import MODEL
 from tests.processes import ran
 
 pytestmark = pytest.mark.slow
@@ -73,3 +74,20 @@ def test_steps_go_on_while_one_leased_replica_answers_with_one_version(start):
     assert report["pass_at"].keys() == {"1", "2"}, "as the run evaluates"
     rates = [float(dict(row.extra)["pass_rate"]) for row in load_rows(str(rows))]
     assert sum(rates) / len(rates) == pytest.approx(report["accuracy"])
+
+
+def test_the_deadline_leaves_the_sets_before_it_and_a_partial_one(inputs, tmp_path):
+    """Exit code 4, and each row is judged or missing."""
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "data_source": "quick"} for n in range(6)]
+    sets = {"quick": rows, "late": [*rows, {"prompt": "9+9=", "answer": "late", "data_source": "late"}]}
+    for name, held in sets.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, held)) + "\n")
+    files = [str(tmp_path / f"{name}.jsonl") for name in (*sets, "quick")]
+    words = [MODEL, *files, "--reward", "tests.e2e.faulty:late", "--timeout", "20", "--json"]
+    words += ["rollout.sampling.max_response_tokens=4", "reward.workers=2", "--log-file", str(tmp_path / "log.txt")]
+    done = ran("-m", "asyncrl.commands.evaluate", *words, timeout_s=200, code=4)
+    whole, partial = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert (whole["num_prompts"], whole["num_asked"], whole["accuracy"]) == (6, 0, 1.0)
+    assert (partial["num_prompts"], partial["num_asked"]) == (6, 7)
+    assert "PARTIAL: of 7" in done.stderr
+    assert "the evaluation within 20 s" in done.stderr, "the third set was not begun"

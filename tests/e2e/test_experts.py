@@ -8,9 +8,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, FalconH1Config, FalconH1ForCausalLM
 
+from asyncrl.commands import report
 from asyncrl_testing.random_model import random_qwen3_moe
 from tests.e2e.conftest import ROOT, SMALL, assert_sound
 from tests.make import needs_megatron
+from tests.processes import ran
 from tools import make_tiny_vision
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -94,7 +96,8 @@ def test_a_hybrid_samples_through_vllm_as_it_is_trained_in_padded_rows(inputs, s
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_a_model_that_reads_images_samples_as_it_is_trained(start, tmp_path, engine):
-    """LLaVA in packed rows; vLLM's own names for it are older ones, so that there it is Qwen3-VL, in padded rows."""
+    """Images of rows, and of an environment in each turn. LLaVA in packed rows; vLLM's own names for it are older ones,
+    so that there it is Qwen3-VL, in padded rows."""
     if engine == "vllm":
         for package in ("vllm", "torchvision"):
             pytest.importorskip(package, reason=f"needs the package {package}", exc_type=ImportError)
@@ -104,12 +107,22 @@ def test_a_model_that_reads_images_samples_as_it_is_trained(start, tmp_path, eng
     if engine == "vllm":
         write_qwen3_vl(tmp_path / "model")
         words += ["trainer.packing=padded", "rollout.engine=vllm"]
-    words += [f"data.train={tmp_path / 'data/drawn_numbers_train.parquet'}", "batch.groups_per_step=4", ODD_LENGTH]
+    words += [f"data.train={tmp_path / 'data/drawn_numbers_train.parquet'}", "batch.groups_per_step=4"]
+    words += ["rollout.environment=gymnasium", "rollout.gymnasium.factory=tests.gymnasium_environments:make_shown"]
+    words += ["rollout.gymnasium.kwargs={steps: 3}", "reward.function=zero", f"rollout.{engine}.max_model_len=256"]
+    words += ["rollout.sampling.stop=[a,e,i,n,o,s,t,'1','2','3']", "rollout.sampling.max_response_tokens=32"]
     run = start(*words, "mode=sync", "run.max_steps=3", "eval.every_steps=0", "weights.verify=always", recipe="vision")
     assert_it_samples_as_it_is_trained(run, steps=3)
     assert all(record["train/grad_norm"] > 0.01 for record in run.metrics)
     samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
     assert all("\ufffc" in sample["prompt"] for sample in samples), "the image's reference"
+    assert any("\ufffc" in sample["response"] for sample in samples), "of the environment"
+    words = [str(run.directory), str(tmp_path / "data/drawn_numbers_test.parquet"), "--trust-run"]
+    words += ["--reward", "numeric", "--max-prompts", "3", "rollout.environment=single_turn", "--json"]
+    done = ran("-m", "asyncrl.commands.evaluate", *words, "--log-file", run.directory / "eval.txt", timeout_s=300)
+    assert json.loads(done.stdout)["num_failed"] == 0, "an export has the files of the processor"
+    assert report.main([str(run.directory)]) == 0
+    assert (run.directory / "report.html").read_text().count("data:image/png;base64,") > len(samples)
 
 
 def write_qwen3_vl(path):

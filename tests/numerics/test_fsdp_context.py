@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig
+from asyncrl.kernels.routers import RouterTaps
 from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
@@ -96,7 +97,7 @@ def everything_asked(root, rank, context):
     found = {}
     for name, row in (("others", tokens), ("kept", replace(tokens, others=None, kept=kept, experts=None))):
         model = AutoModelForCausalLM.from_pretrained(root / "mixture", attn_implementation="packed_rows")
-        outputs = Policy(model, context=context, replays=True)(row, 0.8, routing=True)
+        outputs = Policy(model, context=context, taps=RouterTaps(model))(row, 0.8, routing=True)
         torch.manual_seed(7)
         sum((output * torch.randn_like(output)).sum() for output in outputs).backward()
         grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}

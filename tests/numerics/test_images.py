@@ -1,22 +1,27 @@
 """What a model makes of images, in training and in the embedded engine, against its own forward pass."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.data.rows import RowReader
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer
+from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.types import SamplingParams, Segment, Trajectory
 from asyncrl.types.images import as_model_ids
 from asyncrl_testing.engine_suite import Client, make_request
 from tests.backends import fsdp_backend, trainer_spec
 from tests.engines import running
+from tests.make import ROOT
 from tests.numerics.one_rank import leased
+from tools.make_tiny_model import build_tokenizer
 from tools.make_tiny_vision import build, draw
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -89,6 +94,42 @@ def test_the_trainer_sees_what_the_model_sees(made, packing):
     first = own_logprobs(made, prompts[0][0], prompts[0][1], [5])
     assert np.isfinite(of_sampled).all()
     assert abs(float(of_sampled[0]) - float(first[0])) < 2e-5
+
+
+def write_gemma3(path):
+    """Random weights: attention over an image goes both ways."""
+    from transformers import AutoConfig, Gemma3ForConditionalGeneration, Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    names = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=build_tokenizer().backend_tokenizer,
+        extra_special_tokens=names,
+        chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
+    )
+    config = AutoConfig.for_model(**json.loads((ROOT / "tests/families.json").read_text())["gemma3"])
+    config.text_config.vocab_size, config.mm_tokens_per_image = len(tokenizer), 16
+    config.boi_token_index, config.eoi_token_index = tokenizer.boi_token_id, tokenizer.eoi_token_id
+    config.image_token_id = tokenizer.image_token_id
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(path)
+    images = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
+    Gemma3Processor(images, tokenizer, tokenizer.chat_template, image_seq_length=16).save_pretrained(path)
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+async def test_a_model_that_looks_ahead_within_an_image_is_refused_with_the_difference(tmp_path, packing):
+    """Its trainer and its embedded engine would agree, and both be another model."""
+    write_gemma3(tmp_path / "model")
+    named = ModelConfig(path=str(tmp_path / "model"), image_directory=str(tmp_path / "images"))
+    differs = r"a text with an image differs by \S+ of the largest value from the model's own class"
+    with pytest.raises(ConfigError, match=differs):
+        fsdp_backend(replace(trainer_spec(named.path, packing=packing), model=named))
+    if packing == "packed":
+        settings = TorchEngineConfig(num_slots=3, chunk_tokens=4, max_model_len=128)
+        with pytest.raises(GenerationError, match=differs):
+            async with running(TorchEngine(named, settings, load_real_weights=True)):
+                pass
 
 
 async def test_the_embedded_engine_samples_and_scores_with_images(made):

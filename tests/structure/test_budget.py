@@ -12,8 +12,8 @@ from tests.processes import ROOT
 from tests.structure.trees import tree_of
 
 PACKAGE = ROOT / "asyncrl"
-LINES = 45_160
-LINES_OF_TESTS = 41_639
+LINES = 45_385
+LINES_OF_TESTS = 41_925
 FILES = 460
 PROTOCOLS = 28
 REFUSALS = 132

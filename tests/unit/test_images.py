@@ -3,19 +3,31 @@
 import base64
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import Gemma3Config, LlamaConfig
+from transformers import LlamaConfig
 
+from asyncrl.chat import anthropic, responses
+from asyncrl.chat.fields import ApiError
+from asyncrl.chat.messages import with_names
 from asyncrl.config.model import ModelConfig
-from asyncrl.data.images import ImageTokens
-from asyncrl.data.rows import IMAGE, RowReader
+from asyncrl.data.chat import Chat
+from asyncrl.data.chat_template import ChatTemplate
+from asyncrl.data.images import ImageTokens, shown
+from asyncrl.data.rows import IMAGE, RowReader, sent_image
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.environments.agent_requests import parse_request
+from asyncrl.environments.observation import for_policy
+from asyncrl.environments.tools.tool_worker import call
 from asyncrl.errors import ConfigError, DataError, StorageError
+from asyncrl.serving.model_text import ModelText
 from asyncrl.types.images import FIRST_ID, KEY_TOKENS, ImageStore, as_model_ids, image_ids, images_in
+from tests.environments import chat_with
 from tests.make import quickstart
 from tools.make_tiny_vision import build
 
@@ -151,11 +163,170 @@ def test_samples_keep_the_reference(reader, tmp_path):
     assert IMAGE.findall(json.loads(json.dumps(row.messages[0].content))) == [ImageStore(tmp_path).put(RED)]
 
 
-def test_a_model_that_looks_ahead_within_an_image_is_refused(tmp_path):
-    """Its trainer and its embedded engine would agree, and both be another model."""
+@pytest.fixture(scope="module")
+def named(tmp_path_factory):
+    """The section of a tiny model that reads images."""
+    root = tmp_path_factory.mktemp("vision")
+    model, processor = build()
+    model.config.save_pretrained(root / "model")
+    processor.save_pretrained(root / "model")
+    return ModelConfig(path=str(root / "model"), image_directory=str(root / "images"))
+
+
+def test_a_model_of_text_alone_is_refused(named, tmp_path):
     build()[1].save_pretrained(tmp_path)
-    named = ModelConfig(path=str(tmp_path), image_directory=str(tmp_path / "images"))
-    for config, found in ((Gemma3Config(), "look ahead"), (LlamaConfig(), "no image_token_id")):
-        config.save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match=found):
-            ImageTokens(named)
+    LlamaConfig().save_pretrained(tmp_path)
+    other = replace(named, path=str(tmp_path))
+    with pytest.raises(ConfigError, match="no image_token_id"):
+        ImageTokens(other, ChatTemplate(load_tokenizer(other), other).image_text)
+
+
+def test_a_tool_returns_images():
+    """A path or an address is text."""
+    made = {"picture": ["see ", Image.new("RGB", (2, 2), "red")], "address": "data:image/png;base64," + "A" * 8}
+
+    class See:
+        name, parameters = "see", {"properties": {"what": {}}}
+
+        def call(self, what):
+            return made[what]
+
+    assert named_colours(call({"see": See()}, "see", {"what": "picture"}).text) == "see R"
+    assert call({"see": See()}, "see", {"what": "address"}).text == made["address"]
+
+
+# Images of environments, tools and requests.
+
+
+def url_of(data):
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+PIXELS = np.zeros((4, 6, 3), np.uint8) + np.array([255, 0, 0], np.uint8)
+
+
+def named_colours(parts):
+    """Texts, and R or B for an image."""
+    if isinstance(parts, str):
+        return parts
+    first = [Image.open(io.BytesIO(p)).getpixel((0, 0)) if isinstance(p, bytes) else p for p in parts]
+    return "".join(p if isinstance(p, str) else "R" if p[:3] == (255, 0, 0) else "B" for p in first)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (RED, "R"),
+        (Image.new("RGBA", (2, 2), "blue"), "B"),
+        (PIXELS, "R"),
+        (url_of(BLUE), "B"),
+        (["left ", RED, " right ", PIXELS], "left R right R"),
+        ({"mission": "go", "image": PIXELS}, "mission: go\nimage: R\n"),
+        ([{"type": "text", "text": "see "}, {"type": "image_url", "image_url": {"url": url_of(RED)}}], "see R"),
+        ({"type": "image", "mimeType": "image/png", "data": base64.b64encode(BLUE).decode()}, "B"),
+        (
+            {
+                "type": "image",
+                "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(BLUE).decode()},
+            },
+            "B",
+        ),
+        ("data:image/png;base64,AAAA", "data:image/png;base64,AAAA"),
+        (b"no image", "b'no image'"),
+        ({"a": 1}, "{'a': 1}"),
+        (np.zeros((2, 2), np.uint8), "[[0 0]\n [0 0]]"),
+        ({"type": "image_url", "image_url": {"url": "http://a/b.png"}}, None),
+        ({"type": "image", "path": "/etc/passwd"}, None),
+    ],
+)
+def test_what_environments_and_tools_show(value, expected):
+    """None: the value's own text. Nothing is fetched or read for them."""
+    assert named_colours(shown(value)) == (str(value) if expected is None else expected)
+
+
+def test_an_image_of_an_environment_is_tokens_of_its_turn_and_reads_back_as_its_key(named):
+    chat = Chat(load_tokenizer(named), named)
+    key = ImageStore(named.image_directory).put(RED)
+    text = for_policy(chat, ("you see ", RED, " and <image> \ufffc" + key + '\0\ufffc"/etc/passwd"\0', RED), 100)
+    assert IMAGE.findall(text) == [key, key], "texts bring none"
+    ids = chat.next_turn(chat.encode("go<|im_end|>"), [{"role": "user", "content": text}])
+    assert [image.key for image in images_in(ids)] == [key, key]
+    assert len(images_in(ids)[0].at) == 16
+    assert chat.decode_turn(ids).count("\ufffc" + key) == 2
+    assert "".join(chat.decode_turn(ids[i : i + 1]) for i in images_in(ids)[1].at) == f"\ufffc{key}"
+    prompt = chat.prompt([{"role": "user", "content": text}])
+    assert prompt.tolist()[-len(ids) + 5 :] == ids.tolist()[5:]
+    cut = for_policy(chat, ("a b c d e f g h", RED), 3)
+    assert "[cut: the first 3 of" in cut
+    assert len(IMAGE.findall(cut)) == 1, "images are not cut"
+
+
+def test_a_model_of_text_is_told_where_an_image_was():
+    assert for_policy(chat_with(), ("you see ", RED), 100) == "you see [image]"
+    with pytest.raises(DataError, match=r"set data\.image_directory"):
+        chat_with().prompt([{"role": "user", "content": "what is " + sent_image(url_of(RED))}])
+
+
+OPENAI = {"type": "image_url", "image_url": {"url": url_of(RED)}}
+BASE64 = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED).decode()}
+REQUESTS = {
+    "chat": (lambda body: body, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a "}, OPENAI]}]}),
+    "responses": (
+        responses.to_chat,
+        {"input": [{"role": "user", "content": [
+            {"type": "input_text", "text": "a "}, {"type": "input_image", "image_url": url_of(RED)}]}]},
+    ),
+    "messages": (
+        anthropic.to_chat,
+        {"max_tokens": 5, "messages": [{"role": "user", "content": [
+            {"type": "text", "text": "a "}, {"type": "image", "source": BASE64}]}]},
+    ),
+    "a result": (
+        anthropic.to_chat,
+        {"max_tokens": 5, "messages": [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "see", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [
+                {"type": "text", "text": "a "}, {"type": "image", "source": BASE64}]}]},
+        ]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_requests_bring_images_in_the_form_of_each_api(named, name):
+    to_chat, body = REQUESTS[name]
+    asked = parse_request(to_chat(body)).messages
+    model_text = ModelText.of(named, quickstart("rollout.torch.max_model_len=512").rollout, None)
+    served = model_text.chat(with_names(asked))
+    key = ImageStore(named.image_directory).put(RED)
+    assert [image.key for image in images_in(served)] == [key]
+    assert f"a \ufffc{key}" in Chat(load_tokenizer(named), named).decode_turn(served)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}],
+        [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}],
+        [{"type": "image", "path": "/etc/passwd"}],
+        [{"type": "input_audio", "input_audio": {}}],
+    ],
+)
+def test_nothing_is_fetched_for_a_request(content):
+    with pytest.raises(ApiError, match="nothing is fetched"):
+        parse_request({"messages": [{"role": "user", "content": content}]})
+
+
+@pytest.mark.parametrize("sent", [url_of(b"no image"), "data:image/png;base64,%%%"])
+def test_what_is_no_image_is_an_error_of_the_request(named, sent):
+    model_text = ModelText.of(named, quickstart("rollout.torch.max_model_len=512").rollout, None)
+    with pytest.raises(ApiError, match="an image") as refused:
+        model_text.chat([{"role": "user", "content": sent_image(sent)}])
+    assert refused.value.status == 400
+
+
+def test_a_request_names_no_stored_image(named):
+    key = ImageStore(named.image_directory).put(RED)
+    (message,) = parse_request({"messages": [{"role": "user", "content": f"\ufffc{key}"}]}).messages
+    assert not IMAGE.findall(message["content"])

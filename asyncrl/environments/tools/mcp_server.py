@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.environments import McpServerConfig
+from asyncrl.data.images import Shown, shown
 from asyncrl.environments.observation import MAX_TEXT_CHARS
 from asyncrl.environments.tools.tool import ToolResult
 from asyncrl.errors import AsyncRLError, ConfigError, Process, ProcessDied, explain
@@ -98,7 +99,7 @@ class McpServer:
             if _is_lost(error) or not self._is_current(client):
                 raise self._lost(client, f"call {tool.own_name}", _reason(error)) from error
             return ToolResult(f"Error: {_reason(error)}", failed=True)
-        return ToolResult(("Error: " if answer.is_error else "") + _text_of(answer), failed=bool(answer.is_error))
+        return _result_of(answer)
 
     async def close(self) -> None:
         """Ends the connection and the server's process. Idempotent."""
@@ -266,10 +267,21 @@ def _asked(name: str, config: McpServerConfig) -> str:
     return f"rollout.tool_use.mcp.{name}.{f'url={config.url}' if config.url else f'command={config.command}'}"
 
 
-def _text_of(answer: Any) -> str:
-    """The texts of a result, one per line; for other content its kind. Truncated to MAX_TEXT_CHARS."""
-    parts = [part.text if part.type == "text" else f"[{part.type}]" for part in answer.content]
-    return "\n".join(parts)[:MAX_TEXT_CHARS] or "(no content)"
+def _result_of(answer: Any) -> ToolResult:
+    """The texts and images of a result, one per line; for other content its kind. Text is truncated to
+    MAX_TEXT_CHARS."""
+    parts: list[str | bytes] = []
+    for part in answer.content:
+        own: Shown = part.text if part.type == "text" else f"[{part.type}]"
+        if part.type == "image":
+            own = shown(part.model_dump(), lambda _: "[image]")
+        parts += [*["\n"] * bool(parts), *([own] if isinstance(own, str) else own)]
+    parts = parts or ["(no content)"]
+    has_images = any(isinstance(part, bytes) for part in parts)
+    text: Shown = tuple(parts) if has_images else "".join(map(str, parts))[:MAX_TEXT_CHARS]
+    if answer.is_error:
+        text = f"Error: {text}" if isinstance(text, str) else ("Error: ", *text)
+    return ToolResult(text, failed=bool(answer.is_error))
 
 
 def _is_lost(error: BaseException) -> bool:

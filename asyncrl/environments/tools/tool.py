@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from asyncrl.data.images import Shown
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """Text for the policy. `failed`: it is an error."""
+    """Text for the policy, perhaps with images. `failed`: it is an error."""
 
-    text: str
+    text: Shown
     failed: bool = False
 
 
@@ -41,8 +44,9 @@ class Tool(ToolDescription, Protocol):
     """
 
     @property
-    def call(self) -> Callable[..., str]:
-        """A method that takes the arguments by name and returns the result. The policy also reads its exceptions."""
+    def call(self) -> Callable[..., Any]:
+        """A method that takes the arguments by name and returns the result: text, or images too (`images.shown`). The
+        policy also reads its exceptions."""
         ...
 
 

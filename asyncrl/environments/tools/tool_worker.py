@@ -35,7 +35,11 @@ def call(tools: Mapping[str, Tool], name: str, arguments: Mapping[str, Any]) -> 
         result: Any = tool.call(**arguments)
     except BaseException as error:  # noqa: BLE001 - boundary: the policy reads the error of its call
         return ToolResult(f"Error: {type(error).__name__}: {error}"[:MAX_TEXT_CHARS], True)
-    return ToolResult(str(result)[:MAX_TEXT_CHARS])
+    if isinstance(result, str | int | float | bool | None):
+        return ToolResult(str(result)[:MAX_TEXT_CHARS])
+    from asyncrl.data.images import shown
+
+    return ToolResult(shown(result, lambda value: str(value)[:MAX_TEXT_CHARS]))
 
 
 if __name__ == "__main__":

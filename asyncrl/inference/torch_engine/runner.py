@@ -71,10 +71,12 @@ def load_model(
             remote = {"trust_remote_code": config.trust_remote_code}
             model = kinds.from_config(architecture, **remote, **kind)
     towers = drop_towers(model)
+    model = model.to(device).eval().requires_grad_(False)
     model.image_inputs = None
     if config.image_directory is not None:
-        model.image_inputs = ImageInputs(architecture, config, towers, device, model.dtype)
-    return model.to(device).eval().requires_grad_(False)
+        model.image_inputs = ImageInputs(model, config, towers)
+        model.image_inputs.to(device, model.dtype)
+    return model
 
 
 def check_architecture(config: Any, max_model_len: int) -> None:
@@ -262,7 +264,16 @@ class ModelRunner:
                 released.restore()
 
     def warm_up(self) -> None:
-        """Runs one pass of each kind, which allocates the cache: a model that does not fit fails here."""
+        """Runs one pass of each kind, which allocates the cache: a model that does not fit fails here. Raises
+        ConfigError: images are read otherwise than by the model's own class."""
+        if self.model.image_inputs is not None:
+            decoder, bound = decoder_of(self.model), 1e-4 if self._dtype == torch.float32 else 3e-2
+            self.model.image_inputs.prove(
+                self.model,
+                lambda ids: self._feed(self.begin([ids.cpu().numpy()]), decoder).last_hidden_state[0],
+                ATTENTION_NAME,
+                bound,
+            )
         prefill = self.begin([np.zeros(1, np.int32)])
         self.decode(np.zeros(1, np.int64), np.zeros(1, np.int64))
         self.prefill(prefill)

@@ -251,18 +251,31 @@
     return "hsla(" + ((version - first) * 67 + 140) % 360 + ", 70%, 60%, 0.45)";
   }
 
+  const IMAGE = /\ufffc([0-9a-f]{28})/, IMAGE_CHARS = 29;
+
+  function withImages(text, box) {
+    text.split(IMAGE).forEach((part, i) => {
+      const source = i % 2 ? run.images[part] : undefined;
+      box.append(source ? element("img", { src: source, alt: part }) : i % 2 ? "[image " + part + "]" : part);
+    });
+    return box;
+  }
+
   function tokensOf(sample, box) {
     const shade = byId("shade").value;
     const text = Array.from(sample.response || ""), segments = sample.segments || [];
     const first = Math.min(...segments.map((s) => s[2]));
-    if (!sample.ends) { box.textContent = sample.response; return; }
-    let from = 0, at = 0;
+    if (!sample.ends) { withImages(sample.response, box); return; }
+    let from = 0, at = 0, shown = 0;
     sample.ends.forEach((end, i) => {
       while (at < segments.length - 1 && i >= segments[at][1]) at++;
       const [, , version, replica, kind] = segments[at] || [0, 0, 0, 0, "policy"];
       const tool = kind === "environment", logprob = sample.logprobs[i];
       const span = element("span", { title: tool ? "written by the environment" : "version " + version + ", replica " + replica + ", log-probability " + logprob });
-      span.textContent = text.slice(from, end).join("");
+      const image = text.slice(from, from + IMAGE_CHARS).join("");
+      if (from < shown) { from = Math.max(from, end); return; }
+      if (text[from] === "\ufffc" && IMAGE.test(image)) { withImages(image, span); shown = from + IMAGE_CHARS; }
+      else span.textContent = text.slice(from, end).join("");
       if (tool) span.className = "tool";
       else if (shade === "version") span.style.background = versionColour(version, first);
       else span.style.background = "rgba(239, 68, 68, " + Math.min(0.8, -logprob / 5) + ")";
@@ -279,7 +292,8 @@
     byId("matches").textContent = chosen.length + " of " + run.samples.length;
     for (const sample of chosen.slice(0, 60)) {
       const versions = [...new Set((sample.segments || []).filter((s) => s[4] !== "environment").map((s) => s[2]))];
-      const head = "group " + sample.ordinal + "  reward " + sample.reward + "  " + sample.finish + "  " + String(sample.prompt || "").slice(0, 100);
+      const asked = String(sample.prompt || "").replace(/\ufffc[0-9a-f]{28}/g, "[image] ");
+      const head = "group " + sample.ordinal + "  reward " + sample.reward + "  " + sample.finish + "  " + asked.slice(0, 100);
       const details = element("details", { class: "trajectory" }, element("summary", {}, head));
       details.addEventListener("toggle", () => {
         if (!details.open || details.dataset.drawn) return;
@@ -291,7 +305,8 @@
         });
         const box = element("div", { class: "tokens" });
         tokensOf(sample, box);
-        details.append(element("p", {}, ...chips, "answer: " + sample.ground_truth), element("div", { class: "tokens" }, sample.prompt || ""), box);
+        const prompt = withImages(sample.prompt || "", element("div", { class: "tokens" }));
+        details.append(element("p", {}, ...chips, "answer: " + sample.ground_truth), prompt, box);
       });
       list.append(details);
     }

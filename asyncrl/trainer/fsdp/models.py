@@ -26,7 +26,7 @@ from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.model import Kernels, choose_attention, compile_layers, load_model, shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
-from asyncrl.trainer.fsdp.proof import Way, agreed, forward_row, of_first_rank, prove_choices
+from asyncrl.trainer.fsdp.proof import Way, agreed, forward_row, of_first_rank, prove_choices, prove_images
 from asyncrl.trainer.fsdp.trained import Reference, Trained, policy_outputs
 from asyncrl.trainer.step.batch import PackedTokens
 from asyncrl.trainer.step.model import StepModels, require_experts
@@ -161,8 +161,10 @@ class Models:
         if "mrope_section" in rope and not way.pads:
             asked, why = f"images for a {type(found).__name__}", "its positions have three axes, which rows do not tell"
             raise ConfigError(explain(asked, why, "set trainer.packing=padded"))
-        device = torch.device(self._mesh.device_type)
-        images = ImageInputs(found.config, model, towers, device, getattr(torch, fsdp.param_dtype))
+        images = ImageInputs(found, model, towers)
+        asked = f"read an image with a {type(found).__name__}"
+        of_first_rank(self._mesh, partial(prove_images, found, way, images), asked)
+        images.to(torch.device(self._mesh.device_type), getattr(torch, fsdp.param_dtype))
         if dist.get_world_size() > 1:
             for tower in towers.values():
                 for tensor in (*tower.parameters(), *tower.buffers()):

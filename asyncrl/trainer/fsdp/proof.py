@@ -218,6 +218,16 @@ def prove_choices(model: PreTrainedModel, way: Way, taps: RouterTaps) -> None:
         raise ConfigError(explain(f"replay the experts of a {type(model).__name__}", found, do))
 
 
+@torch.no_grad()
+def prove_images(model: PreTrainedModel, way: Way, images: ImageInputs) -> None:
+    """Raises ConfigError: the rows of the trainer make something else of an image than the model's own class does."""
+    attention = PACKED_ROWS if way.attention == PACKED_SDPA else way.attention
+    with _evaluated(model):
+        images.prove(
+            model, lambda ids: forward_row(model, _row([ids]), way, images=images)[0], attention, _BOUNDS[model.dtype]
+        )
+
+
 def _hidden(model: PreTrainedModel, way: Way, rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return forward_row(model, _row(rows), way)[0].split([len(ids) for ids in rows])
 
