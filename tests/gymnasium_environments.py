@@ -94,6 +94,17 @@ def make_shown(**settings):
     return Shown(**settings)
 
 
+class Mission(Shown):
+    """Drawn, with words."""
+
+    def _seen(self):
+        return {"mission": "find it", "steps": 3}
+
+
+def make_mission():
+    return Mission(draws=True)
+
+
 def make_grid():
     return Grid()
 

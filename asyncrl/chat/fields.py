@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from asyncrl.data.images import image_url
-from asyncrl.data.rows import IMAGE, sent_image
+from asyncrl.data.rows import sent_image, without_marks
 from asyncrl.errors import AsyncRLError
 
 # Errors of refused requests, in OpenAI's error schema.
@@ -151,7 +151,7 @@ def _joined(value: Any) -> Any:
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) < len(parts):
         raise PydanticCustomError("no_text", SEND_TEXT)
-    return IMAGE.sub(r" \1", "".join(texts))  # stored images are named by nobody
+    return without_marks("".join(texts))  # stored images are named by nobody
 
 
 Text = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart | ImagePart])]

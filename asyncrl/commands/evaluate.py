@@ -246,7 +246,8 @@ def _of_run(arguments: argparse.Namespace, found: FoundCheckpoint, scratch: Path
     asked, instead = f"evaluate {found.directory}", "pass --recipe RECIPE.yaml"
     if not isinstance(recipe := found.recipe, dict):
         raise ConfigError(explain(asked, "its run directory, with the recipe, is not there", instead))
-    recipe = _without(recipe, "model.image_directory")  # data.image_directory, perhaps of the command line, sets it
+    if isinstance(recipe.get("model"), dict):  # data.image_directory, perhaps of the command line, sets it
+        recipe = _without(recipe, "model.image_directory")
     sources = {"train": arguments.datasets[0], "mixture": {}, "curriculum": {}, "eval": {}}
     for section, ours in (("data", sources), ("eval", {"every_steps": 0})):
         theirs = recipe.get(section)

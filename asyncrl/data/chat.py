@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat_template import ChatTemplate, Message
 from asyncrl.data.images import ImageTokens, image_bytes, require_text_last
-from asyncrl.data.rows import IMAGE, SENT_IMAGE
+from asyncrl.data.rows import SENT_IMAGE
 from asyncrl.data.tokenizer import stop_token_ids
 from asyncrl.data.tool_calls import ToolPrompt
 from asyncrl.errors import DataError, explain
@@ -47,23 +47,27 @@ class Chat:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, model, parser)
         self._skips = skip_special_tokens
-        self._model = model
+        self._images = None if model.image_directory is None else ImageTokens(model, self._template.image_text)
 
     @property
     def sees_images(self) -> bool:
-        return self._model.image_directory is not None
-
-    @cached_property
-    def _images(self) -> ImageTokens:
-        """Raises DataError: the model reads none."""
-        if not self.sees_images:
-            raise DataError(explain("an image in a message", "the model reads text alone", "set data.image_directory"))
-        return ImageTokens(self._model, self._template.image_text)
+        return self._images is not None
 
     def image(self, source: object) -> str:
         """Stores an image and returns it as messages hold it. `source`: bytes of a file, a path, a URL, an image of
         PIL. Raises DataError: it is none, or the model reads none."""
+        if self._images is None:
+            raise DataError(explain("an image in a message", "the model reads text alone", "set data.image_directory"))
         return f"\ufffc{self._images.store.put(image_bytes(source, ''))}"
+
+    def stored(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with their images stored."""
+
+        def stored(value: object) -> object:
+            has_images = isinstance(value, str) and "\ufffc" in value
+            return SENT_IMAGE.sub(lambda found: self.image(json.loads(found[1])), str(value)) if has_images else value
+
+        return [{name: stored(value) for name, value in message.items()} for message in messages]
 
     @property
     def template(self) -> str:
@@ -87,25 +91,28 @@ class Chat:
 
     def _seen(self, text: str) -> np.ndarray:
         """[n] int32: the text with its images. Raises DataError."""
-        if "\ufffc" not in text:
+        if self._images is None or "\ufffc" not in text:
             return self.encode(text)
-        text = SENT_IMAGE.sub(lambda found: self.image(json.loads(found[1])), text)
-        return self._images.encoded(text, self.encode, "a message") if IMAGE.search(text) else self.encode(text)
+        return self._images.encoded(text, self.encode, "a message")
 
     def decode(self, token_ids: np.ndarray) -> str:
         """What rewards and environments read of a response: what the tokens spell, character for character, without
-        the token that ends it."""
+        the token that ends it, and without images."""
+        return self._spelled(token_ids, skip=self._skips, marks=False)
+
+    def decode_shown(self, token_ids: np.ndarray) -> str:
+        """As `decode`, with images as messages hold them."""
         return self._spelled(token_ids, skip=self._skips)
 
     def decode_turn(self, token_ids: np.ndarray) -> str:
-        """As `decode`, always with special tokens, which some formats use in tool calls."""
+        """As `decode_shown`, always with special tokens, which some formats use in tool calls."""
         return self._spelled(token_ids, skip=False)
 
     def decode_text(self, token_ids: np.ndarray) -> str:
         """As `decode`, never with special tokens, for people and other programs."""
         return self._spelled(token_ids, skip=True)
 
-    def _spelled(self, token_ids: np.ndarray, *, skip: bool) -> str:
+    def _spelled(self, token_ids: np.ndarray, *, skip: bool, marks: bool = True) -> str:
         size = len(token_ids)
         while size and int(token_ids[size - 1]) in self.ends:
             size -= 1
@@ -114,7 +121,8 @@ class Chat:
         if size and kept.max() >= FIRST_ID:  # an environment has written an image
             parts = np.split(kept, np.flatnonzero(np.diff(kept >= FIRST_ID)) + 1)
         decode = partial(self._tokenizer.decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-        return "".join(image_text(p) if len(p) and p[0] >= FIRST_ID else str(decode(p)) for p in parts)
+        told = image_text if marks else lambda _: ""
+        return "".join(told(p) if len(p) and p[0] >= FIRST_ID else str(decode(p)) for p in parts)
 
     @property
     def plain_decoder(self) -> str | None:
@@ -140,7 +148,7 @@ class Chat:
 
         Raises DataError: the template refuses the messages, or renders nothing.
         """
-        text = self._template.render(messages, tools, asked="a conversation")
+        text = self._template.render(self.stored(messages), tools, asked="a conversation")
         return require_text_last(self._seen(text), "a conversation")
 
     def next_turn(
@@ -152,8 +160,8 @@ class Chat:
 
         Raises DataError: the template refuses the messages, or leaves one out.
         """
-        head, tail = self._template.turn(messages, with_tools=with_tools, asked="the messages of a turn")
-        ids = self.encode_after(head, tail)
+        head, tail = self._template.turn(self.stored(messages), with_tools=with_tools, asked="the messages of a turn")
+        ids = require_text_last(self.encode_after(head, tail), "the messages of a turn")
         return self._after_end(ids) if len(response_ids) and int(response_ids[-1]) in self.ends else ids
 
     def _after_end(self, ids: np.ndarray) -> np.ndarray:

@@ -19,8 +19,9 @@ from asyncrl.errors import ConfigError, DataError, explain
 from asyncrl.types.images import FIRST_ID, IN_TEXT, KEY_TOKENS, ImageStore, image_ids
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
+MAX_PIXELS = 1 << 26
 FETCH_S = 30.0
 """Longest wait for an image of the web."""
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,")
@@ -43,18 +44,22 @@ def image_bytes(source: Any, origin: str) -> bytes:
             source = file.getvalue()
         if not isinstance(source, bytes):
             raise DataError(explain(asked, f"{type(source).__name__} {str(source)[:60]!r}", do))
-        opened(source)
-    except (OSError, ValueError) as error:
-        raise DataError(explain(asked, str(error), do)) from error
+        _require_image(source)
+    except DataError:
+        raise
+    except Exception as error:  # Pillow raises many kinds for broken files
+        raise DataError(explain(asked, f"{type(error).__name__}: {error}", do)) from error
     return source
 
 
-def opened(data: bytes) -> Image:
-    """Raises OSError: the bytes are no image."""
+def _require_image(data: bytes) -> None:
+    """Raises what Pillow does, or ValueError: the bytes are no image, or one of more than `MAX_PIXELS`."""
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as image:
-        return image.convert("RGB")
+        if (pixels := image.width * image.height) > MAX_PIXELS:
+            raise ValueError(f"{pixels / 1e6:.0f} million pixels, {MAX_PIXELS / 1e6:.0f} allowed")
+        image.load()
 
 
 def _named(source: str, origin: str) -> bytes:
@@ -117,8 +122,12 @@ class ImageTokens:
         return self._of(key)
 
     def _made(self, key: str) -> np.ndarray:
-        images = self.store.open([key])
-        made = self.processor(text=[self.mark], images=images, add_special_tokens=False)["input_ids"][0]
+        try:
+            images = self.store.open([key])
+            made = self.processor(text=[self.mark], images=images, add_special_tokens=False)["input_ids"][0]
+        except Exception as error:  # processors raise many kinds, such as for an image of extreme sides
+            found, do = f"{type(error).__name__}: {error}", "take another image"
+            raise DataError(explain(f"the image {self.store.directory / key}", found, do)) from error
         ids = np.asarray(made, np.int32)
         at = np.flatnonzero(ids == self.token_id)
         if len(at) < KEY_TOKENS:
@@ -156,12 +165,13 @@ def shown(value: Any, text: Callable[[Any], str] = str) -> Shown:
 def _parts(value: Any, text: Callable[[Any], str]) -> Iterator[str | bytes]:
     if isinstance(value, Mapping) and (url := image_url(value)) is not None:
         value = url
-    if getattr(value, "dtype", None) == np.uint8 and value.ndim == 3 and value.shape[-1] in (1, 3, 4):
+    if is_pixels(value):
         from PIL import Image
 
         pixels: Any = value
         value = Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
-    is_image = hasattr(value, "save") or (isinstance(value, str) and _DATA.match(value) is not None)
+    is_image = hasattr(value, "save") and hasattr(value, "convert")
+    is_image = is_image or (isinstance(value, str) and _DATA.match(value) is not None)
     if is_image or isinstance(value, bytes):
         try:
             yield image_bytes(value, "")
@@ -178,6 +188,11 @@ def _parts(value: Any, text: Callable[[Any], str]) -> Iterator[str | bytes]:
             yield from _parts(inner, text)
     else:
         yield text(value)
+
+
+def is_pixels(value: Any) -> bool:
+    """True for uint8 [height, width, 1, 3 or 4]."""
+    return getattr(value, "dtype", None) == np.uint8 and value.ndim == 3 and value.shape[-1] in (1, 3, 4)
 
 
 def image_url(part: Mapping[str, Any]) -> str | None:

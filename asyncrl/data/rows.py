@@ -17,6 +17,7 @@ import io
 import json
 import math
 import re
+import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,12 +49,12 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 }
 _IMAGES, _MEDIA = ("images", "image"), ("video", "videos", "audio", "audios")
 _NO_MEDIA = "train a text model on text alone: remove these rows, or the videos and audio of all rows"
-_MARK, _OF_VERL = "\0\ufffc", "<image>"
-"""Where a content has an image: the first until the image is found, which no text has; the second in verl's."""
+_MARK, _OF_VERL = f"\0{secrets.token_hex(8)}\ufffc", "<image>"
+"""Where a content has an image: the first until it is stored, which no text can forge; the second in verl's rows."""
 IMAGE = re.compile("\ufffc([0-9a-f]{28})")
 """An image in the content of a message, by its key in `data.image_directory`."""
-SENT_IMAGE = re.compile("\0\ufffc([^\0]+)\0")
-"""An image that is not stored yet, by its source as JSON."""
+SENT_IMAGE = re.compile(f"{_MARK}([^\0]+)\0")
+"""An image that is not stored yet, by its source as JSON. Only in this process."""
 _CALLERS = ("function_call", "tool_call")
 """In `from`: the message is a call, as JSON, perhaps behind a thought."""
 _SPEAKERS = dict.fromkeys(("human", "user"), "user") | {"system": "system", "developer": "developer"}
@@ -435,7 +436,7 @@ def sent_image(source: object) -> str:
 
 def _coded(value: Any) -> str:
     """An image that JSON does not hold."""
-    if hasattr(value, "save"):  # of PIL
+    if hasattr(value, "save") and hasattr(value, "convert"):  # of PIL
         value.convert("RGB").save(file := io.BytesIO(), "png")
         value = file.getvalue()
     return "data:image/any;base64," + base64.b64encode(value).decode() if isinstance(value, bytes) else repr(value)
@@ -443,7 +444,7 @@ def _coded(value: Any) -> str:
 
 def without_marks(text: str) -> str:
     """The text without what would be read as an image."""
-    return IMAGE.sub(r" \1", text.replace(_MARK, " ")) if "\ufffc" in text else text
+    return IMAGE.sub(r" \1", text) if "\ufffc" in text else text
 
 
 def _calls(calls: object, key: str, origin: str) -> list[dict[str, Any]]:

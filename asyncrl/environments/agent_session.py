@@ -113,6 +113,7 @@ class AgentSession:
                 found = f"{self.num_requests} requests were made, {self.max_turns.key}={self.max_turns.requests}"
                 raise ApiError(400, f"{found}; end here", code="max_turns")
             self.num_requests += 1
+            request = replace(request, messages=self._stored(request))
             # Find the place in the tree, and check its room before anything is sampled.
             parent = self._continued(request)
             conversation, prompt_tokens = self._placed(request, parent)
@@ -141,6 +142,13 @@ class AgentSession:
             self.nodes.append(_Node(messages, request.tools, conversation, made, prompt_tokens, parent))
             reason = "tool_calls" if "tool_calls" in message else made.finish_reason
             return AgentReply(message, End(reason, len(asked), len(made.token_ids), made.segments[-1].version))
+
+    def _stored(self, request: AgentRequest) -> tuple[Mapping[str, Any], ...]:
+        """Its messages, with images by their keys. Raises ApiError: one is no image, or the model reads none."""
+        try:
+            return tuple(self.session.chat.stored(request.messages))
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from error
 
     def _placed(self, request: AgentRequest, node: _Node | None) -> tuple[Conversation, int]:
         """The conversation up to the start of the reply, and the number of its prompt tokens. `node`: continued by the

@@ -113,14 +113,13 @@ class _Environments:
 
     def _seen(self, env: gymnasium.Env[Any, Any], observation: Any) -> Shown:
         """The observation for the policy; with images, its pixels and those of an `rgb_array` rendering."""
-        if not self._shows_images:
+        if not self._shows_images or env.render_mode == "ansi":
             return _text(env, observation)
-        from asyncrl.data.images import shown
+        from asyncrl.data.images import is_pixels, shown
 
-        if env.render_mode != "rgb_array":
-            return shown(observation, partial(_text, env))
-        text = [observation] if isinstance(observation, str) else []
-        return shown([env.render(), *text], partial(_text, env))
+        if env.render_mode == "rgb_array":
+            observation = env.render() if is_pixels(observation) else [env.render(), observation]
+        return shown(observation, partial(_text, env))
 
     def _action(self, space: Any, found: str) -> Any:
         from gymnasium import spaces

@@ -3,6 +3,7 @@ is limited."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,28 +34,34 @@ class EnvironmentReply:
     accepted: bool = True
 
 
-def for_policy(chat: Chat, text: Shown, limit: int) -> str:
-    """The text without unpaired surrogates and special tokens; cut, with a note, to `limit` tokens and
-    MAX_TEXT_CHARS. Images, to which the limit does not apply, as `chat` takes them; `[image]` if the model reads
-    none."""
-    if not isinstance(text, str):
-        said = ""
-        for part in text:
-            if isinstance(part, bytes):
-                said += chat.image(part) if chat.sees_images else "[image]"
-            else:
-                said += (own := for_policy(chat, part, limit))
-                limit = max(0, limit - len(chat.encode(own)))
-        return said
+def for_policy(chat: Chat, shown: Shown, limit: int) -> str:
+    """The text without unpaired surrogates and special tokens; cut, with a note, to `limit` tokens and MAX_TEXT_CHARS.
+    Images, which do not count, as messages hold them; `[image]` if the model reads none."""
+    parts = [shown] if isinstance(shown, str) else list(shown)
+    said, left, chars = "", limit, MAX_TEXT_CHARS
+    for is_image, group in itertools.groupby(parts, lambda part: isinstance(part, bytes)):
+        if is_image:
+            said += "".join(chat.image(part) if chat.sees_images else "[image]" for part in group)
+        elif left >= 0:  # texts are cut once
+            text = "".join(map(str, group))
+            own, left = _cut(chat, text[:chars], left, counts=len(parts) > 1)
+            chars, said = max(0, chars - len(text)), said + own
+    return said
+
+
+def _cut(chat: Chat, text: str, limit: int, *, counts: bool) -> tuple[str, int]:
+    """The text, and how many tokens may follow; -1: it was cut. `counts`: others follow."""
     cut = len(text) >= MAX_TEXT_CHARS  # the sender may have cut it already
-    text = without_marks(speakable(text[:MAX_TEXT_CHARS]))
+    text = without_marks(speakable(text))
     # a token has at least one byte, so a short text need not be tokenized
-    if len(text.encode()) > limit:
+    if counts or len(text.encode()) > limit:
         ids = chat.encode(text)
         if len(ids) > limit:
             whole = f"{'more than ' if cut else ''}{len(ids)}"
-            text = f"{chat.decode_turn(ids[:limit])}\n[cut: the first {limit} of {whole} tokens]"
-    return chat.harmless(text)
+            note = f"[cut: the first {limit} of {whole} tokens]"
+            return chat.harmless(f"{chat.decode_turn(ids[:limit])}\n{note}"), -1
+        limit -= len(ids)
+    return chat.harmless(text), limit
 
 
 def without(text: str, mark: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncrl.config.environments import ToolUseConfig
 from asyncrl.config.recipe import Recipe
 from asyncrl.data.chat import Chat, Message
+from asyncrl.data.rows import without_marks
 from asyncrl.data.tool_calls import PARSERS, Call, ToolPrompt, parser_for, tools_for
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.environment import Session, Task, TrajectoryLimits, limits_of
@@ -63,4 +64,4 @@ class ToolUse:
 
     def _message(self, chat: Chat, call: Call, result: ToolResult) -> Message:
         text = for_policy(chat, result.text, self._config.max_result_tokens)
-        return {"role": "tool", "name": chat.harmless(speakable(call.name)), "content": text}
+        return {"role": "tool", "name": chat.harmless(without_marks(speakable(call.name))), "content": text}

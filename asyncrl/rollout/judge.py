@@ -12,7 +12,7 @@ from asyncrl.config.checks import require
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rewards import JudgeConfig
 from asyncrl.data.chat import Chat
-from asyncrl.data.rows import PromptRow
+from asyncrl.data.rows import IMAGE, PromptRow
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import GenerationError, explain
 from asyncrl.remote.tasks import concurrently
@@ -68,6 +68,7 @@ class Judge:
     async def _ask(self, places: Mapping[str, str], row: PromptRow) -> RewardResult:
         prompt = "\n".join(message.content for message in row.messages)
         filled = _filled(self._config.prompt, {**places, "{prompt}": prompt, "{truth}": row.ground_truth})
+        filled = IMAGE.sub("[image]", filled)
         prompt_ids = self._chat.prompt([{"role": "user", "content": filled}])
         answers = [len(ids) for ids, _ in self._answers]
         length = len(prompt_ids) + (max(answers) if self._config.read == "expected" else self._config.max_tokens)

@@ -395,7 +395,7 @@ class Rollouter:
             return
         await _unless_cancelled(self._put(ticket, group))
         self._spans.write(ticket, [session.spans for session in running.sessions])
-        await self._samples.offer(group, ticket, row, self._maker.tools.chat.decode)
+        await self._samples.offer(group, ticket, row, self._maker.tools.chat.decode_shown)
 
     async def _put(self, ticket: Ticket, group: TrajectoryGroup) -> None:
         """As `MessageQueue.put`. Puts that arrive during a call are sent together in the next call: a call costs more

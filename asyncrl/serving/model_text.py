@@ -15,6 +15,7 @@ from asyncrl.data.rows import SENT_IMAGE
 from asyncrl.data.tokenizer import load_tokenizer, stop_token_ids
 from asyncrl.data.tool_calls import CallParser, parser_for, template_text, tools_for
 from asyncrl.errors import DataError
+from asyncrl.types.images import KEY_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,6 +61,7 @@ class ModelText:
         Raises ApiError: too long, or refused by the template.
         """
         self._require_short("messages", _written_size(messages))
+        self._require_few_images(messages)
         self._require_short("tools", _written_size(tools))
         try:
             return self._chat.prompt(messages, tools_for(tools, self.parser, self._chat.template))
@@ -81,6 +83,13 @@ class ModelText:
         if not ids:
             raise bad_field("prompt", "the text has no token", "send another")
         return np.asarray(ids, np.int32)
+
+    def _require_few_images(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses images, before any is read, that could not fit however small they were."""
+        images = sum(len(SENT_IMAGE.findall(str(m.get("content") or ""))) for m in messages if m.get("content"))
+        if images * KEY_TOKENS > self.max_model_len:
+            found = f"{images} images for a context of {self.max_model_len} tokens"
+            raise ApiError(400, f"messages: {found}; send fewer", param="messages", code="context_length_exceeded")
 
     def _require_short(self, param: str, num_characters: int) -> None:
         """Refuses a text, before tokenization, that would not fit even if all its tokens had the longest text."""

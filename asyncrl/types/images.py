@@ -106,7 +106,7 @@ class ImageStore:
         return [_opened(self.directory / key) for key in keys]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _opened(path: Path) -> Image:
     from PIL import Image
 

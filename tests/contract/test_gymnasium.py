@@ -91,6 +91,15 @@ async def test_pixels_are_images_for_a_policy_that_reads_them(started, tmp_path,
     assert np.array_equal(again.response_ids, trajectory.response_ids), "the same pixels are the same tokens"
 
 
+async def test_a_drawing_leaves_what_else_is_observed(started, tmp_path):
+    chat = chat_with_images(tmp_path)
+    settings = {"factory": "tests.gymnasium_environments:make_mission", "workers": 1}
+    environment = await started(recipe_of(settings, f"data.image_directory={tmp_path / 'images'}"), chat)
+    trajectory, _ = await play(environment, "a", task=task_of([1], "Go."), chat=chat, limit=1)
+    assert len(images_in(trajectory.prompt_ids)) == 1
+    assert "mission: find it\nsteps: 3" in chat.decode_turn(trajectory.prompt_ids)
+
+
 async def test_without_a_directory_of_images_pixels_are_json(started):
     environment = await started(recipe_of({"factory": "tests.gymnasium_environments:make_shown", "workers": 1}))
     trajectory, session = await play(environment, "a", task=task_of([1], "Go."), limit=1)

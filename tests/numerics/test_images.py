@@ -15,7 +15,7 @@ from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.inference.torch_engine.engine import TorchEngine
 from asyncrl.types import SamplingParams, Segment, Trajectory
-from asyncrl.types.images import as_model_ids
+from asyncrl.types.images import FIRST_ID, as_model_ids
 from asyncrl_testing.engine_suite import Client, make_request
 from tests.backends import fsdp_backend, trainer_spec
 from tests.engines import running
@@ -149,6 +149,13 @@ async def test_the_embedded_engine_samples_and_scores_with_images(made):
             for client, (ids, _) in zip(clients, prompts, strict=True)
         ]
         scores = [await client.done() for client in [Client(engine, request) for request in resumed]]
+        # As the check after a resume does: a response in which an environment has shown an image.
+        whole = np.concatenate([prompts[2][0], prompts[1][0]])
+        sampling = SamplingParams(max_tokens=1, score_from=2)
+        turn = await Client(engine, replace(make_request(max_tokens=1), prompt_ids=whole, sampling=sampling)).done()
+    plain = as_model_ids(whole, made[1].config.image_token_id)
+    expected, texts = own_logprobs(made, whole[:2], prompts[1][1], plain[2:]), np.flatnonzero(whole[2:] < FIRST_ID)
+    np.testing.assert_allclose(np.array(turn.logprobs)[texts], expected[texts], atol=1e-4)
     for client, score, (ids, images) in zip(clients, scores, prompts, strict=True):
         expected = own_logprobs(made, ids, images, client.ids)
         np.testing.assert_allclose(client.logprobs, expected, atol=1e-4)

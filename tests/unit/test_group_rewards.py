@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -184,6 +185,14 @@ def test_a_response_that_names_a_place_stays_as_it_is(judge_model):
         )
     )
     assert "{truth}{prompt}" in reader.asked[0]
+
+
+def test_a_judge_of_text_is_told_where_an_image_was(judge_model):
+    reader, image = Reader(build_tokenizer()), "\ufffc" + "0a" * 14
+    row = replace(ROW, messages=(replace(ROW.messages[-1], content=f"{image}What is drawn?"),))
+    config = JudgeConfig(weight=1, prompt="{prompt} {response}")
+    asyncio.run(Judge(config, judge_model, reader, max_model_len=4096).score(f"{image} a 3", row))
+    assert "[image]What is drawn? [image] a 3" in reader.asked[0]
 
 
 def test_pairs_are_judged_in_both_orders(judge_model):

@@ -276,9 +276,8 @@ def _result_of(answer: Any) -> ToolResult:
         if part.type == "image":
             own = shown(part.model_dump(), lambda _: "[image]")
         parts += [*["\n"] * bool(parts), *([own] if isinstance(own, str) else own)]
-    parts = parts or ["(no content)"]
     has_images = any(isinstance(part, bytes) for part in parts)
-    text: Shown = tuple(parts) if has_images else "".join(map(str, parts))[:MAX_TEXT_CHARS]
+    text: Shown = tuple(parts) if has_images else "".join(map(str, parts))[:MAX_TEXT_CHARS] or "(no content)"
     if answer.is_error:
         text = f"Error: {text}" if isinstance(text, str) else ("Error: ", *text)
     return ToolResult(text, failed=bool(answer.is_error))

@@ -25,7 +25,7 @@ from asyncrl.inference.torch_engine.transfer import TorchTransfer
 from asyncrl.kernels.cpu_products import use_onednn
 from asyncrl.remote.waits import deadline
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TokenChunk, TransferSource
-from asyncrl.types.images import without_images
+from asyncrl.types.images import FIRST_ID, without_images
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +233,8 @@ class TorchEngine:
         )
         if request.request_id in self._streams:
             found = ("a request of that id is in flight", "use a new id per attempt")
+        if self._config.image_directory is not None and request.prompt_ids[-1] >= FIRST_ID:
+            found = found or ("its prompt ends with an image", "put text behind it")
         if found is not None:
             raise GenerationError(explain(f"generate {request.request_id!r}", *found))
 

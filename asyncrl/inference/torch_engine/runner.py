@@ -14,7 +14,7 @@ import torch
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path
 from asyncrl.config.rollout import TorchEngineConfig
-from asyncrl.errors import GenerationError, explain
+from asyncrl.errors import ConfigError, GenerationError, explain
 from asyncrl.inference.engines import unsupported_by_torch
 from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, SlotCache, slot_attention
 from asyncrl.inference.torch_engine.memory import ReleasedMemory
@@ -194,6 +194,7 @@ class ModelRunner:
                 low, high = max(first, start - 1), min(stop, len(sequence) - 1)
                 if low < high:
                     targets = torch.from_numpy(sequence[low + 1 : high + 1].astype(np.int64)).to(self._device)
+                    targets = targets if self.model.image_inputs is None else self.model.image_inputs.plain(targets)
                     logprobs = log_softmax(logits[row, low - first : high - first].float())
                     found[row].append((logprobs.gather(1, targets[:, None])[:, 0], *logprobs.topk(tops[row])))
         return [_scored(parts) for parts in found]
@@ -267,17 +268,18 @@ class ModelRunner:
         """Runs one pass of each kind, which allocates the cache: a model that does not fit fails here. Raises
         ConfigError: images are read otherwise than by the model's own class."""
         if self.model.image_inputs is not None:
-            decoder, bound = decoder_of(self.model), 1e-4 if self._dtype == torch.float32 else 3e-2
-            self.model.image_inputs.prove(
-                self.model,
-                lambda ids: self._feed(self.begin([ids.cpu().numpy()]), decoder).last_hidden_state[0],
-                ATTENTION_NAME,
-                bound,
-            )
+            self.model.image_inputs.prove(self.model, self._read_whole, ATTENTION_NAME)
         prefill = self.begin([np.zeros(1, np.int32)])
         self.decode(np.zeros(1, np.int64), np.zeros(1, np.int64))
         self.prefill(prefill)
         self.seat(prefill, [0], [0])
+
+    def _read_whole(self, ids: torch.Tensor) -> torch.Tensor:
+        """[n, hidden size]: the decoder's last hidden states for token ids [n]."""
+        if len(ids) > len(self._positions):
+            found = f"a small image takes {len(ids)} tokens, and a sequence may have {len(self._positions)}"
+            raise ConfigError(explain("read images in the torch engine", found, "raise rollout.torch.max_model_len"))
+        return self._feed(self.begin([ids.cpu().numpy()]), decoder_of(self.model)).last_hidden_state[0]
 
     def _mask(self, positions: torch.Tensor, kv_len: int) -> torch.Tensor:
         """[m, kv_len] additive causal mask: the token at `positions[i]` ([m] int64) sees positions <= its own."""

@@ -130,7 +130,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
         return KvCapacity(tokens, cache.block_size, bool(cache.enable_prefix_caching))
 
     def _new_stream(self, request: GenerationRequest) -> VllmStream:
-        return VllmStream(request, self._expert_layers)
+        return VllmStream(request, self._expert_layers, image_token=self._token)
 
     async def _sample(self, stream: VllmStream) -> None:
         from vllm.exceptions import VLLMClientError

@@ -10,15 +10,16 @@ import numpy as np
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.shared.streams import NO_VERSION, RequestStream, spans_of
 from asyncrl.types import GenerationRequest, TokenChunk
+from asyncrl.types.images import as_model_ids
 
 
 class VllmStream(RequestStream):
     """The adapter's record of one request to vLLM."""
 
-    def __init__(self, request: GenerationRequest, expert_layers: Sequence[int] = ()) -> None:
-        """`expert_layers`: indices of layers with experts; vLLM's rows have all layers."""
+    def __init__(self, request: GenerationRequest, expert_layers: Sequence[int] = (), *, image_token: int = 0) -> None:
+        """`expert_layers`: indices of layers with experts; vLLM's rows have all layers. `image_token`: the model's."""
         super().__init__(request)
-        self.expert_layers = list(expert_layers)
+        self.expert_layers, self.image_token = list(expert_layers), image_token
         self._collector: Any = None
         self._starts: Sequence[tuple[str, int]] | None = None
         self._rows: list[np.ndarray] | None = None
@@ -96,7 +97,8 @@ class VllmStream(RequestStream):
         ids = self.request.prompt_ids[start:].astype(np.int32)
         if output.prompt_logprobs and len(output.prompt_logprobs) == len(self.request.prompt_ids):
             entries = output.prompt_logprobs[start:]
-            logprobs = [entry[int(token)].logprob for token, entry in zip(ids, entries, strict=True)]
+            told = as_model_ids(ids, self.image_token).tolist()
+            logprobs = [entry[token].logprob for token, entry in zip(told, entries, strict=True)]
             top = self.request.sampling.score_top
             self._scores = np.array(logprobs, np.float32), _likeliest(entries, top) if top else {}
         if not output.finished:

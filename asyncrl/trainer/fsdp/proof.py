@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError, explain
-from asyncrl.kernels.images import ImageInputs
+from asyncrl.kernels.images import ROUNDING, ImageInputs
 from asyncrl.kernels.routers import RouterChoice, RouterTaps
 from asyncrl.trainer.fsdp.attention import PACKED_ROWS, PACKED_SDPA
 from asyncrl.trainer.fsdp.context import RowPart
@@ -30,9 +30,6 @@ _LENGTHS = (21, 7, 37)
 _PADDED = ("sdpa", "eager")
 """Attention of padded rows, the faster one first: not all models have it, and it leaves out the caps of scores, which
 short random sequences may not reach."""
-_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Largest difference that is rounding, relative to the largest value: of any token in float32, of the mean token in 16
-bits, where a router that is near a tie takes another expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +151,7 @@ def prove(model: PreTrainedModel, attention: str, packing: Packing = "auto", *, 
         ConfigError: no way does, a value is not finite, the logits are no multiple of the output layer's, or two passes
             in training differ.
     """
-    bound = _BOUNDS[model.dtype]
+    bound = ROUNDING[model.dtype]
     sequences = _drawn(_vocabulary(model))
     with _evaluated(model):
         model.set_attn_implementation("eager")
@@ -213,7 +210,7 @@ def prove_choices(model: PreTrainedModel, way: Way, taps: RouterTaps) -> None:
     again = replace(part, tokens=replace(part.tokens, experts=torch.stack([c.experts for c in choices], 1)))
     apart = float((forward_row(model, again, way, taps)[0] - first).abs().max() / first.abs().max())
     taps.experts = None
-    if not apart <= _BOUNDS[model.dtype]:
+    if not apart <= ROUNDING[model.dtype]:
         found, do = f"through the experts of its own choice it differs by {apart:.2g}", "set trainer.router_replay=off"
         raise ConfigError(explain(f"replay the experts of a {type(model).__name__}", found, do))
 
@@ -221,11 +218,10 @@ def prove_choices(model: PreTrainedModel, way: Way, taps: RouterTaps) -> None:
 @torch.no_grad()
 def prove_images(model: PreTrainedModel, way: Way, images: ImageInputs) -> None:
     """Raises ConfigError: the rows of the trainer make something else of an image than the model's own class does."""
-    attention = PACKED_ROWS if way.attention == PACKED_SDPA else way.attention
+    proven = way.attention if way.pads else PACKED_ROWS  # as in `_apart`: kernels of a GPU have no weights yet
+    chosen = PACKED_ROWS if way.attention == PACKED_SDPA else way.attention
     with _evaluated(model):
-        images.prove(
-            model, lambda ids: forward_row(model, _row([ids]), way, images=images)[0], attention, _BOUNDS[model.dtype]
-        )
+        images.prove(model, lambda ids: forward_row(model, _row([ids]), way, images=images)[0], proven, chosen)
 
 
 def _hidden(model: PreTrainedModel, way: Way, rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
