@@ -10,7 +10,7 @@
 #   make quickstart-vision  a tiny model that reads images learns to read drawn numbers
 #   make test               set up (with vLLM), lint, type-check, all fast tests: a quarter of an hour
 #   make test-all           everything: the slow tests too, and what needs SGLang, or verifiers and OpenEnv: an hour
-#   make test-gpu           what one GPU can show, in half an hour; needs torch, takes .venv where it is
+#   make test-gpu           what one GPU can show, six minutes a call, twice; needs torch, takes .venv where it is
 #   make test-sglang        what runs on real SGLang, in .venv-sglang
 #   make test-environments  what runs on verifiers and OpenEnv, in .venv-environments
 #   make docs               the documentation as a site, in site/

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.commands import plain_console, refuse
+from asyncrl.config.checks import DEVICES
 from asyncrl.config.load import load_recipe
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.threads import local_cores
@@ -142,7 +143,7 @@ def _costs(options: argparse.Namespace, console: Console) -> tuple[CostModel, Ru
 def _measure(options: argparse.Namespace, run: RunFiles) -> tuple[CostModel, RunFiles]:
     """Raises ConfigError if the run's recipe cannot be read, or its files lack the costs."""
     cores = options.cores or None
-    if options.cores is None and not Path("/dev/nvidia0").exists():
+    if options.cores is None and not any(DEVICES.glob("nvidia[0-9]*")):
         cores = float(local_cores())
     traced, scenario = Traced.of(read_spans(run)), Scenario.of(_recipe_of(run), cores)
     return _fitting(lambda: costs_of_run(run, traced, scenario, cores), run), run

@@ -5,10 +5,12 @@ The range of a field is an annotation of the field (`asyncrl/ranges.py`). `secti
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
 from asyncrl.errors import ConfigError, explain
@@ -69,6 +71,17 @@ def require_device(key: str, value: str) -> None:
         found="no device that a model can run on",
         do=f"set {key} to auto, cpu, cuda or cuda:N",
     )
+
+
+DEVICES = Path("/dev")
+HIDDEN_GPUS = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs; the last one is Slurm's."""
+
+
+def has_nvidia_gpu() -> bool:
+    """True if this process may use an NVIDIA GPU, whether torch can or not. Containers have nvidiactl also where all
+    GPUs are hidden."""
+    return any(DEVICES.glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDDEN_GPUS
 
 
 def require_cuda(key: str, value: str, *, is_available: bool) -> None:

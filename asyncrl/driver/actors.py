@@ -54,6 +54,8 @@ STOP_TIMEOUT_S = 3.0
 """Longest time for one part to stop before its process is killed."""
 END_TIMEOUT_S = 30.0
 """Longest time for a killed process to exit; Ray takes up to 6 s."""
+GPU_END_TIMEOUT_S = 120.0
+"""The same for ranks with GPUs, whose hosts take back up to hundreds of GB of pinned memory."""
 
 
 class Actors:
@@ -110,11 +112,15 @@ class Actors:
         """Serves clients outside the run; its failures do not end the run."""
 
     async def start(self) -> None:
-        """Starts all parts concurrently. With shared devices the trainer ranks start after the engines have loaded and
-        sleep. The run server starts last. Raises the first error of any part."""
+        """Starts all parts concurrently; where engines share devices with trainer ranks, these start after the engines
+        have loaded: an engine measures what others leave, and takes what others free meanwhile for its own. The run
+        server starts last. Raises the first error of any part."""
         if self.engines is not None:
             await self.replicas.start()
             await self.engines.sleep()
+            await self._start_training_side(self.pools.start())
+        elif self._placements.placement.shares_gpus and ENGINES[self._recipe.rollout.engine].takes_whole_gpus:
+            await self.replicas.start()
             await self._start_training_side(self.pools.start())
         else:
             await self._start_training_side(self.replicas.start(), self.pools.start())
@@ -128,7 +134,8 @@ class Actors:
         ends = [self.rollouter.ended(END_TIMEOUT_S), self.queue.ended(END_TIMEOUT_S, MessageQueue.ping)]
         if (trainers := self.trainers) is not None:
             trainers.kill()
-            ends.append(trainers.ended(END_TIMEOUT_S))
+            on_gpus = self._placements.placement.rank_gpus > 0
+            ends.append(trainers.ended(GPU_END_TIMEOUT_S if on_gpus else END_TIMEOUT_S))
         self.rollouter.kill()
         self.queue.kill()
         await asyncio.gather(*ends)

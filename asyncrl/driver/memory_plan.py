@@ -88,6 +88,7 @@ def check_memory_fits(recipe: Recipe, facts: ModelFacts, gpu: int | None) -> Non
     demand = Demand.of(recipe)
     if demand.rank_gpus:
         _check_ranks(recipe, facts, gpu, demand)
+    _check_share(recipe, facts, gpu)
     settings, shrinking = recipe.rollout.settings, {"kv_cache_dtype", "quantization_config", "cpu_offload_gb"}
     smaller = shrinking & dict(getattr(settings, "engine_args", {})).keys() or getattr(settings, "quantization", None)
     if demand.replica_gpus and recipe.rollout.engine != "torch" and not smaller:
@@ -124,7 +125,8 @@ def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) ->
 
 def _room_on_gpu(recipe: Recipe, gpu: int, demand: Demand) -> int:
     share = 1.0 if demand.gpu_share == 1 or recipe.is_colocated else 1 - demand.gpu_share
-    return int(gpu * share) - RESERVED_BYTES - 2 * recipe.weights.bucket_bytes
+    asleep = ENGINE_BYTES if recipe.is_colocated and recipe.rollout.engine in SHARE_KEYS else 0
+    return int(gpu * share) - RESERVED_BYTES - 2 * recipe.weights.bucket_bytes - asleep
 
 
 def _layouts(trainer: TrainerConfig, facts: ModelFacts) -> Iterator[tuple[str, TrainerConfig]]:
@@ -190,6 +192,8 @@ def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape],
     cache = width * key_width * rollout.max_model_len
     share = getattr(settings, "memory_share", None)
     room = gpu * (DEFAULT_MEMORY_SHARE if share is None else share)
+    beside = _room_of_engine(recipe, facts, gpu)
+    room = room if beside is None else min(room, beside)
     workers = settings.num_workers
 
     # Bytes per worker: (weights + cache of one full sequence) / split + ENGINE_BYTES.
@@ -203,11 +207,74 @@ def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape],
     fitting = next((split for split in allowed if needed(split) <= room), None)
     key = f"rollout.{rollout.engine}.tensor_parallel_size"
     do = f"set {key}={fitting}" if fitting else "shorten rollout.sampling.max_response_tokens, or use a smaller model"
+    do = do if beside is None else MORE_ROOM
     do += _OTHER_GPU
     needs = f"{weights / workers / GIB:.0f} GiB for weights, {cache / workers / GIB:.0f} for one sequence of "
     needs += f"{rollout.max_model_len} tokens and {ENGINE_BYTES / GIB:.0f} besides"
     found = f"a worker needs {needs}, and has {room / GIB:.0f} of the {gpu / GIB:.0f} GiB of its GPU"
     raise ConfigError(explain(f"a replica of {facts.name} with {key}={workers}", found, do))
+
+
+# The share of an engine that takes turns with a trainer rank on one GPU.
+
+
+SHARE_KEYS = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
+
+
+MORE_ROOM = (
+    "set trainer.fsdp.offload_optimizer=true (trainer.megatron.offload_optimizer), or take more ranks, or LoRA "
+    "(trainer.lora.rank)"
+)
+
+
+def with_fitting_share(recipe: Recipe, facts: ModelFacts) -> tuple[Recipe, str | None]:
+    """The recipe whose colocated engine takes what a rank leaves, and a note with both numbers, or that they are not
+    known."""
+    rollout = recipe.rollout
+    if not recipe.is_colocated or rollout.engine not in SHARE_KEYS or _own_share(recipe) is not None:
+        return recipe, None
+    gpu = gpu_bytes(recipe)
+    beside = None if gpu is None else _room_of_engine(recipe, facts, gpu)
+    if gpu is None or beside is None:
+        key = f"rollout.{rollout.engine}.{SHARE_KEYS[rollout.engine]}"
+        unknown = "the GPU's memory (ray.gpu_memory_gib)" if gpu is None else "the model's sizes"
+        return recipe, f"{key} is {DEFAULT_MEMORY_SHARE:g}: {unknown} is not known; set what a trainer rank leaves"
+    key, share = SHARE_KEYS[rollout.engine], min(DEFAULT_MEMORY_SHARE, _floored(beside / gpu))
+    settings = replace(rollout.settings, **{key: share})
+    kept = f"a rank keeps {(gpu - beside) / GIB:.0f} of {gpu / GIB:.0f} GiB between steps, with reserves"
+    note = f"rollout.{rollout.engine}.{key}={share:g}: {kept}, and the engine takes {share * gpu / GIB:.0f}"
+    return replace(recipe, rollout=replace(rollout, **{rollout.engine: settings})), note
+
+
+def _check_share(recipe: Recipe, facts: ModelFacts, gpu: int) -> None:
+    """Raises ConfigError: a colocated engine is to take more than a rank leaves, or nothing is left."""
+    beside, share = _room_of_engine(recipe, facts, gpu), None
+    if beside is None or (beside > 0 and ((share := _own_share(recipe)) is None or share * gpu <= beside)):
+        return
+    engine = recipe.rollout.engine
+    asked = f"rollout.{engine}.{SHARE_KEYS[engine]}={share:g} with " if share is not None else ""
+    taken = f"{share * gpu / GIB:.0f} GiB" if share is not None else "nothing is left for the engine"
+    found = f"{taken} of a GPU of {gpu / GIB:.0f}, of which a trainer rank leaves {max(0, beside) / GIB:.0f}"
+    do = f"leave it out, which takes {_floored(beside / gpu):g}; or {MORE_ROOM}" if beside > 0 else MORE_ROOM
+    raise ConfigError(explain(f"{asked}placement=colocated", found, do))
+
+
+def _own_share(recipe: Recipe) -> float | None:
+    return getattr(recipe.rollout.settings, SHARE_KEYS[recipe.rollout.engine])
+
+
+def _floored(share: float) -> float:
+    return int(100 * share) / 100
+
+
+def _room_of_engine(recipe: Recipe, facts: ModelFacts, gpu: int) -> int | None:
+    """Bytes that a colocated engine may take, awake: all but what a rank keeps between steps, reserves and the buckets
+    of a publish. None: it takes no turns, or the rank's memory is unknown."""
+    found = ranks_memory(recipe, facts) if recipe.is_colocated and recipe.rollout.engine in SHARE_KEYS else None
+    if not found:
+        return None
+    kept = max(memory.between_steps for memory in found)
+    return gpu - kept - RESERVED_BYTES - ENGINE_BYTES - 2 * recipe.weights.bucket_bytes
 
 
 # The micro-batch, which decides on the memory of activations.

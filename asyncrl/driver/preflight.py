@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.chat.server import bind, is_local
-from asyncrl.config.checks import require
+from asyncrl.config.checks import has_nvidia_gpu, require
 from asyncrl.config.load import Loaded
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import is_generator, is_hub_model, is_place, require_mounted
@@ -35,13 +34,14 @@ from asyncrl.data.tokenizer import (
 )
 from asyncrl.data.tool_calls import parser_for, shown, template_text, tools_for
 from asyncrl.data.training_set import TrainingSet, sources_of, training_prompts
-from asyncrl.driver.cluster.placement import Demand, describe_demand, joined_address, visible_gpus
+from asyncrl.driver.cluster.placement import Demand, describe_demand, joined_address
 from asyncrl.driver.memory_plan import (
     check_memory_fits,
     computes_here,
     gpu_bytes,
     trainer_plan,
     with_fitting_microbatch,
+    with_fitting_share,
 )
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference import engines
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-NVIDIA_GPU = Path("/dev/nvidia0")
 TURNS = {
     "sync": "generate a step's groups, sleep, train, publish and wake",
     "one_step_off": "generate until a step has its groups, sleep, train, publish and wake; the other groups, up to as "
@@ -156,14 +155,16 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
 
 
 def with_fitting_batch(recipe: Recipe, found: Preflight, loaded: Loaded) -> tuple[Recipe, Preflight]:
-    """The recipe with a micro-batch that fits this machine, and the findings with a note on it."""
+    """The recipe with a micro-batch, and a share of the GPU for a colocated engine, that fit this machine, and the
+    findings with notes on them."""
     trainer, why = recipe.trainer, found.facts.padding
     if trainer.backend == "fsdp" and trainer.packing == "auto" and why:
         recipe = replace(recipe, trainer=replace(trainer, packing="padded"))
         found = replace(found, notes=(*found.notes, f"trainer.packing=padded: the model has {why}"))
     is_set = loaded.given("trainer", "max_tokens_per_microbatch") is not None
-    recipe, note = with_fitting_microbatch(recipe, found.facts, is_set=is_set)
-    return recipe, found if note is None else replace(found, notes=(*found.notes, note))
+    recipe, of_batch = with_fitting_microbatch(recipe, found.facts, is_set=is_set)
+    recipe, of_share = with_fitting_share(recipe, found.facts)
+    return recipe, replace(found, notes=(*found.notes, *filter(None, (of_batch, of_share))))
 
 
 def check_server(serve: ServeSection, key: str | None) -> None:
@@ -191,7 +192,8 @@ def _check_places(recipe: Recipe, *, trains: bool) -> None:
 def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None:
     """Asks the training backend and the engine whether they can run the model. Raises ConfigError."""
     if trains:
-        on_cpu = recipe.trainer.device == "cpu" or _is_cpu_build()
+        # A recipe that says how large its GPUs are is checked for them, on whatever machine.
+        on_cpu = recipe.trainer.device == "cpu" or (_is_cpu_build() and recipe.ray.gpu_memory_gib is None)
         if recipe.is_colocated and on_cpu:
             engines.require_sleep(recipe.rollout.engine)
         if recipe.weights.stage:
@@ -379,8 +381,7 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = T
 
 def sees_gpus(recipe: Recipe) -> bool:
     """True if Ray will find NVIDIA GPUs: its cluster is this machine, with GPUs that are not hidden."""
-    hidden = visible_gpus() in (frozenset(), frozenset({"-1"}))
-    return not hidden and NVIDIA_GPU.exists() and joined_address(recipe.ray.address) is None
+    return has_nvidia_gpu() and joined_address(recipe.ray.address) is None
 
 
 def _is_cpu_build() -> bool:

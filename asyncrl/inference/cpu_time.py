@@ -72,7 +72,9 @@ def _seconds(process: psutil.Process) -> float:
 
 DECODE_NICENESS = 2
 """Niceness of a decode loop above trainer ranks, the queue and rollouters, which may share its cores: a step waits for
-them. The server of a run has an even lower priority (`serving.run_server.NICENESS`)."""
+them."""
+SERVER_NICENESS = 5
+"""Of the server of a run, whose processes have priority on this machine's cores."""
 
 
 def yield_to_others() -> None:

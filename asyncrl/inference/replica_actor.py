@@ -118,8 +118,8 @@ def spawn_replica(
         place: None lets Ray choose.
         load_real_weights: serve the model's files immediately; otherwise the gate stays closed until the first publish.
     """
-    if num_gpus and rollout.torch.device == "auto":  # fail rather than silently sample on the CPU
-        rollout = replace(rollout, torch=replace(rollout.torch, device="cuda"))
+    if rollout.torch.device == "auto":  # where a GPU is reserved, fail rather than silently sample on the CPU
+        rollout = replace(rollout, torch=replace(rollout.torch, device="cuda" if num_gpus else "cpu"))
     build = functools.partial(build_engine, rollout.of_replica(replica_id), model, load_real_weights=load_real_weights)
     serve, limits = rollout.serve, None
     if serve.enabled:

@@ -23,6 +23,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.data.model_files import check_model, hub_facts
 from asyncrl.errors import AsyncRLError, ConfigError, cause
+from asyncrl.inference.cpu_time import SERVER_NICENESS
 from asyncrl.inference.external_places import ExternalLimits, PlaceQueue
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.rollout.router import Router
@@ -35,8 +36,6 @@ from asyncrl.types import ReplicaState, ReplicaStats, ReplicaTable, RunServerSta
 
 logger = logging.getLogger(__name__)
 
-NICENESS = 5
-"""Gives the processes of the run priority on this machine's cores."""
 GRACE_S = 1
 """Time for requests in progress at the end of the run."""
 REFRESH_S = 5.0
@@ -85,7 +84,7 @@ class RunServer:
         client_id: str,
         *,
         read_text: Callable[[RunServerSpec], ModelText] | None = None,
-        niceness: int = NICENESS,
+        niceness: int = SERVER_NICENESS,
     ) -> None:
         """
         Args:

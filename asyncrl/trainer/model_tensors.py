@@ -27,6 +27,7 @@ class RankMemory:
         passes: additional memory of forward and backward over a full micro-batch: activations, gathered layers and
             their gradients, chunks of logits. None: not estimated.
         peak: maximum on the rank's device; None if `passes` is None.
+        between_steps: what stays on the rank's device.
     """
 
     ranks: str
@@ -35,6 +36,7 @@ class RankMemory:
     optimizer: int
     passes: int | None = None
     peak: int | None = None
+    between_steps: int = 0
 
     @property
     def total(self) -> int:

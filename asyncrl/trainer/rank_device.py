@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from asyncrl.config.checks import require_cuda
+from asyncrl.config.checks import has_nvidia_gpu, require_cuda
 from asyncrl.errors import DeadlineExceeded, explain
 from asyncrl.kernels.cpu_products import use_onednn
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -103,7 +103,7 @@ def resolve_device(asked: str, rank: int) -> torch.device:
     """`auto` takes a CUDA device if one is visible: the only one, or one per rank of this machine. Raises ConfigError:
     CUDA is requested, and torch sees no device."""
     if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
+        asked = "cuda" if torch.cuda.is_available() or has_nvidia_gpu() else "cpu"
     device = torch.device(asked)
     if device.type == "cuda":
         require_cuda("trainer.device", asked, is_available=torch.cuda.is_available())

@@ -25,6 +25,7 @@ class TrainerSpec:
     weights are sent from a copy while the rank trains. `shares_device`: an engine takes the memory of the device
     between the steps. `over_kept`: probabilities are normalised over the tokens that sampling kept. `is_alone`: no
     replica computes while a rank does. `max_model_len`: of the replicas, which decides rotary factors (`types.settle`).
+    `start_timeout_s`: longest wait for the rank that reads a model.
     """
 
     model: ModelConfig
@@ -39,6 +40,7 @@ class TrainerSpec:
     over_kept: bool = False
     is_alone: bool = False
     max_model_len: int | None = None
+    start_timeout_s: float = 600.0
 
     @classmethod
     def of(cls, recipe: Recipe, *, num_threads: int = 1) -> TrainerSpec:
@@ -55,6 +57,7 @@ class TrainerSpec:
             over_kept=recipe.rollout.sampling.keep_sets,
             is_alone=recipe.is_colocated or recipe.mode == "sync",
             max_model_len=recipe.rollout.max_model_len,
+            start_timeout_s=recipe.ray.start_timeout_s,
         )
 
     def warn_of_another_length(self, then: int) -> None:

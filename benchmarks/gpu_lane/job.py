@@ -312,6 +312,11 @@ class Link:
         self._source = asyncio.run(trainer.worker.open_weights(config, 1))
         self._publishes = 0
 
+    @property
+    def offers_gpu_memory(self) -> bool:
+        """Whether the sender could export memory of its GPU by CUDA IPC."""
+        return bool(getattr(self._source, "device_memory", ""))
+
     def begin(self, version: int, *, verify: bool, timeout_s: float = 120.0) -> Any:
         """Tells the replica to receive; returns the manifest to send."""
         from asyncrl.weights.plan import make_manifest

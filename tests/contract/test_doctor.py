@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from asyncrl.commands.doctor import main
+from asyncrl.config import checks
 from asyncrl.config.load import load_recipe
-from asyncrl.driver import preflight
 from asyncrl.driver.doctor import machine
 from asyncrl.driver.doctor.examination import examine
 from asyncrl.driver.doctor.machine import Observation, guarded
@@ -115,7 +115,7 @@ def test_a_package_that_every_process_would_compile_again(tmp_path, monkeypatch)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_gpus_that_torch_does_not_find(monkeypatch, tmp_path):
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(preflight, "NVIDIA_GPU", tmp_path / "nvidia0")
+    monkeypatch.setattr(checks, "DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (finding,) = machine.check_gpus(load_recipe(QUICKSTART, []))
     assert (finding.status, "torch with CUDA" in finding.remedy) == ("bad", True)

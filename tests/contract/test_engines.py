@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 import pytest_asyncio
 
-from asyncrl.inference.cpu_time import DECODE_NICENESS
-from asyncrl.serving.run_server import NICENESS
+from asyncrl.inference.cpu_time import DECODE_NICENESS, SERVER_NICENESS
 from asyncrl_testing.engine_suite import EngineConformance
 from asyncrl_testing.fake_engine import FakeEngine, FakeScript
 from tests.engines import SharedEngine, torch_engine
@@ -43,4 +42,4 @@ class TestTorchEngine(SharedEngine):
     async def test_the_decode_thread_alone_leaves_others_the_cores_first(self, engine):
         own, decode = (os.getpriority(os.PRIO_PROCESS, number) for number in (0, engine._thread.native_id))
         assert decode == min(19, own + DECODE_NICENESS)
-        assert 0 < DECODE_NICENESS < NICENESS, "the server of a run stays below"
+        assert 0 < DECODE_NICENESS < SERVER_NICENESS, "the server of a run stays below"

@@ -29,8 +29,20 @@ def test_steps_run_on_small_inputs_and_are_not_done_twice(tmp_path):
     lines = figures(tmp_path)
     assert [line["step"] for line in lines if "outcome" in line] == ["probe", "pair_ipc", "communicator"]
     publishes = [line for line in lines if "gb_per_s" in line]
-    assert [line["publish"] for line in publishes] == [0, 1, 2]
+    assert [line["publish"] for line in publishes[:3]] == [0, 1, 2]
+    assert len(publishes) == 3 + 3 * 3 + 3, "by bucket, and through host memory"
     assert all(line["gb_per_s"] > 0 for line in publishes)
+
+
+@pytest.mark.slow
+def test_steps_of_each_size_run_on_small_inputs(tmp_path):
+    said = lane(tmp_path, "--only", "step_4b", "moe", timeout_s=500)
+    assert said.count("passed; not judged: memory and kernels") >= 2
+    lines = figures(tmp_path)
+    variants = [(line["sequences"], line["offload"]) for line in lines if "sequences" in line]
+    assert variants == [(1, False), (8, False), (1, True), (8, True), (8, True)]
+    assert sum("step_s" in line for line in lines) == 3 * len(variants)
+    assert sum("us_per_tensor" in line for line in lines) == 3, "of the mixture's publish"
 
 
 @pytest.mark.slow

@@ -394,7 +394,7 @@ def test_attention_is_chosen_by_what_can_run(fsdp, kernels, chosen):
         ("flash_attention_2", Kernels(HOPPER), "the package flash-attn"),
         ("varlen", Kernels.of(CPU), "a CUDA device"),
         ("varlen", Kernels(OLD), "a GPU of Ampere or later"),
-        ("varlen", Kernels(HOPPER, varlen=False), "torch 2.13 or later"),
+        ("varlen", Kernels(HOPPER, varlen=False), "torch 2.11 or later"),
     ],
 )
 def test_attention_that_cannot_run_is_refused_by_name(attention, kernels, missing):

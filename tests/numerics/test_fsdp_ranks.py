@@ -1,17 +1,21 @@
 """FSDP2 on two ranks (gloo, two processes, started once) against one rank in this process."""
 
+import time
 from dataclasses import asdict, replace
+from datetime import timedelta
 
 import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, GaeConfig, KlConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig
+from asyncrl.trainer.fsdp import models
 from asyncrl.trainer.fsdp.model import load_model, shard
 from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.packing import PackingRules, plan_step
@@ -265,3 +269,34 @@ def test_only_the_first_rank_has_a_whole_model_in_memory(outcome):
     assert first > 0.9 * LARGE_BYTES
     assert second < 0.2 * LARGE_BYTES
     assert sharded < 0.7 * LARGE_BYTES
+
+
+def read_late(root, rank, world_size, path):
+    """Builds a backend whose first rank reads for longer than a collective may take; and a step."""
+    dist.destroy_process_group()
+    store = dist.FileStore(str(root / "again"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=3))
+    read = models.load_model
+
+    def slowly(*args, **kwargs):
+        found = read(*args, **kwargs)
+        time.sleep(6 * (rank == 0))
+        return found
+
+    models.load_model = slowly
+    return step(build(path, rank, world_size), LEASES[0], rank, world_size)["grad_norm"]
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_the_one_that_reads_a_model_longer_than_for_a_collective(tmp_path):
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(tmp_path / "model")
+    ranks = run_ranks(
+        read_late,
+        tmp_path / "ranks",
+        RANKS,
+        tmp_path / "model",
+        preload=["asyncrl.trainer.fsdp.backend"],
+        deadline_s=200,
+    )
+    assert len({float(norm) for norm in ranks}) == 1

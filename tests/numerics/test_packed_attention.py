@@ -1,6 +1,7 @@
 """Attention over a packed row is attention of each sequence by itself: values and gradients, for any mix of lengths."""
 
 import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -156,6 +157,30 @@ def test_sinks_take_weight_and_give_no_value(window):
     of = (query, key, value, sinks)
     theirs, ours = (torch.autograd.grad(out, of, grad) for out in (torch.cat(expected), found))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_keys_are_repeated_for_a_kernel_that_does_not_group_heads():
+    """As that of torch 2.11."""
+    lengths = [9, 1, 30, 4]
+    query, key, value, _ = rows(sum(lengths), 0)
+    layout, seen = PackedLayout.of(lengths, CPU), {}
+
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        seen.update(keys=key.shape[1], window=window_size)
+        starts = cu_seq_q.tolist()
+        parts = [slice(a, b) for a, b in itertools.pairwise(starts)]
+        return torch.cat(
+            [
+                scaled_dot_product_attention(
+                    *(x[part].transpose(0, 1) for x in (query, key, value)), is_causal=True, scale=scale
+                ).transpose(0, 1)
+                for part in parts
+            ]
+        )
+
+    found = VarlenAttention(older)(query, key, value, layout, scaling=0.3)
+    torch.testing.assert_close(found, packed_attention(query, key, value, layout, scaling=0.3))
+    assert seen == {"keys": HEADS, "window": (-1, 0)}
 
 
 @pytest.mark.gpu

@@ -138,7 +138,7 @@ def test_ranks_are_packed_by_node(demand, nodes, expected):
     [
         (whole(3, 4, 1), [8, 2], ["3 bundles of 4 GPUs (a replica), 1 of 1 GPU (a trainer", "8, 2 GPUs: 10 of 13"]),
         (whole(1, 4, 1), [2, 2, 2], ["a replica lives on one node", "tensor_parallel_size of its engine to 2 or less"]),
-        (whole(3, 4, 2), [7, 7], ["hold 2 of the 3 replicas of 4 GPUs whole", "lower rollout.num_replicas"]),
+        (whole(3, 4, 2), [7, 7], ["hold 2 of the 3 replicas of 4 GPUs whole", "num_replicas=2 trainer.num_ranks=2"]),
         (whole(1, 1, 3, may_share=True), [1, 1], ["trainer.num_ranks=3 on 2 GPUs", "num_ranks to 2 or less"]),
         (whole(2, 1, 1, gpu_share=0.5), [1], ["nodes with 1 GPUs: 1 of 2"]),
     ],

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncrl.config import checks
 from asyncrl.config.load import load
 from asyncrl.config.threads import local_cores
 from asyncrl.driver import memory_plan, preflight
@@ -248,7 +249,7 @@ def test_the_plan_says_which_gpus_are_reserved(checked) -> None:
 def test_a_torch_without_cuda_beside_gpus_is_refused(monkeypatch, tmp_path, overrides, hidden, refused):
     """Ray would give ranks a GPU that they cannot use."""
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(preflight, "NVIDIA_GPU", tmp_path / "nvidia0")
+    monkeypatch.setattr(checks, "DEVICES", tmp_path)
     monkeypatch.setattr(preflight, "_is_cpu_build", lambda: True)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

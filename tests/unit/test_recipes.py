@@ -14,7 +14,7 @@ import pytest
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.commands import train as cli
 from asyncrl.config.load import known_keys, load_recipe
-from asyncrl.driver.cluster.placement import Demand
+from asyncrl.driver.cluster.placement import Demand, place_run
 from asyncrl.driver.memory_plan import gpu_bytes
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.packing import PackingRules
@@ -357,6 +357,15 @@ QWEN_32B = {
     "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
     "rope_theta": 1e6, "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 131072,
 }  # fmt: skip
+QWEN_1_5B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960,
+    "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+    "rope_theta": 1e6, "tie_word_embeddings": True, "use_sliding_window": False,
+}  # fmt: skip
+QWEN_7B = QWEN_32B | {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 QWEN_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "head_dim": 128,
     "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
@@ -367,10 +376,11 @@ QWEN_30B_A3B = {
 
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
-    """The configs of two models, and nothing else, in the hub's cache."""
+    """The configs of three models, and nothing else, in the hub's cache."""
     import huggingface_hub.constants
 
-    for name, config in (("Qwen--Qwen2.5-32B", QWEN_32B), ("Qwen--Qwen3-30B-A3B", QWEN_30B_A3B)):
+    small = {"Qwen--Qwen2.5-1.5B-Instruct": QWEN_1_5B, "Qwen--Qwen2.5-7B": QWEN_7B}
+    for name, config in {"Qwen--Qwen2.5-32B": QWEN_32B, "Qwen--Qwen3-30B-A3B": QWEN_30B_A3B, **small}.items():
         stored = tmp_path / f"models--{name}"
         (stored / "snapshots/a").mkdir(parents=True)
         (stored / "refs").mkdir()
@@ -468,6 +478,86 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(overrides, asked, 
     error = dry_run("dapo_qwen", *overrides, code=2)
     for part in (asked, found, *do):
         assert part in error
+
+
+COLOCATED = "placement=colocated", "mode=sync", "weights.transport=ipc"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        ("trainer.fsdp.offload_optimizer=true", 12),
+        ("trainer.fsdp.offload_parameters=true", 6),
+        ("trainer.lora.rank=16 trainer.lr=1e-5", 9),
+        ("trainer.backend=megatron", 29),
+        ("trainer.backend=megatron trainer.megatron.offload_optimizer=true", 18),
+    ],
+)
+def test_what_a_rank_keeps_follows_what_it_offloads(overrides, kept, hub_cache, dry_run):
+    """In GiB, of which 6 are reserves and the buckets."""
+    words = *COLOCATED, "ray.gpu_memory_gib=80", "algorithm.kl.coefficient=0", *overrides.split()
+    found = re.search(r"a rank keeps (\d+) of 80 GiB", dry_run("gsm8k_qwen", *words))
+    assert int(found[1]) == pytest.approx(kept, abs=1.1)
+
+
+def test_where_sizes_are_unknown_the_plan_says_so(hub_cache, dry_run, monkeypatch):
+    monkeypatch.setattr("asyncrl.driver.memory_plan.gpu_bytes", lambda recipe: None)
+    monkeypatch.setattr("asyncrl.driver.preflight._is_cpu_build", lambda: False)
+    plan = dry_run("gsm8k_qwen", *COLOCATED)
+    assert "gpu_memory_utilization is 0.85: the GPU's memory (ray.gpu_memory_gib) is not known" in plan
+
+
+def test_a_share_that_a_rank_does_not_leave_is_refused_whatever_the_cache_is(hub_cache, dry_run):
+    words = *COLOCATED, "ray.gpu_memory_gib=40", "rollout.vllm.engine_args={kv_cache_dtype: fp8}"
+    refused = dry_run("gsm8k_qwen", *words, "rollout.vllm.gpu_memory_utilization=0.85", code=2)
+    assert "trainer.fsdp.offload_optimizer=true" in refused
+    assert "tensor_parallel_size" not in refused
+
+
+@pytest.mark.parametrize("gib", [40, 80, 140])
+def test_a_colocated_engine_takes_what_a_rank_leaves(gib, hub_cache, dry_run):
+    """Weights and moments of the rank stay on the GPU while the engine is awake."""
+    words = *COLOCATED, f"ray.gpu_memory_gib={gib}"
+    plan = dry_run("gsm8k_qwen", *words)
+    (share, kept, taken) = re.search(
+        r"gpu_memory_utilization=([\d.]+): a rank keeps (\d+) of \d+ GiB between steps, with reserves, and the engine "
+        r"takes (\d+)",
+        plan,
+    ).groups()
+    assert 20 < int(kept) < 28
+    assert int(taken) == round(float(share) * gib)
+    assert int(kept) + int(taken) <= gib
+    refused = dry_run("gsm8k_qwen", *words, "rollout.vllm.gpu_memory_utilization=0.85", code=2)
+    assert "gpu_memory_utilization=0.85 with placement=colocated" in refused
+    assert f"leave it out, which takes {share}" in refused
+    assert "the engine takes" not in dry_run("gsm8k_qwen", *words, f"rollout.vllm.gpu_memory_utilization={share}")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gib"),
+    [
+        ("dapo_qwen_8gpu", 8, 80),
+        ("dapo_qwen_8gpu", 8, 40),
+        ("lora_24gb", 1, 24),
+        ("dapo_qwen", 8, 140),
+        ("grpo_qwen3_30b_a3b", 8, 140),
+    ],
+)
+def test_recipes_fit_one_machine(name, gpus, gib, hub_cache, dry_run):
+    """With the words of their comments for that machine."""
+    text = (ROOT / "recipes" / f"{name}.yaml").read_text()
+    (line, *_) = [*re.findall(rf"^# .*?:  (.*ray\.gpu_memory_gib={gib}.*)$", text, re.MULTILINE), ""]
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", line.split())
+    assert recipe.ray.gpu_memory_gib == gib
+    placement = place_run(recipe, [gpus])
+    assert sum(bundle.gpus for bundle in placement.bundles) == gpus
+    assert "the recipe is valid" in dry_run(name, *line.split())
+
+
+@pytest.mark.parametrize("name", ["dapo_qwen", "grpo_qwen3_30b_a3b"])
+def test_a_machine_that_is_too_small_is_told_what_would_fit_it(name):
+    with pytest.raises(ConfigError, match=r"8 of 16\n.*rollout.num_replicas=1 trainer.num_ranks=4, if a rank's memory"):
+        place_run(load_recipe(ROOT / "recipes" / f"{name}.yaml", []), [8])
 
 
 def test_layouts_that_experts_forbid_are_passed_over(hub_cache, dry_run):

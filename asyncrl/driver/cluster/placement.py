@@ -17,6 +17,7 @@ from typing import Literal
 
 from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
+from asyncrl.config.trainer import TrainerConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.engines import ENGINES
 
@@ -48,6 +49,7 @@ class Demand:
         may_share: processes share GPUs evenly if there are more processes than GPUs.
         one_node: weights reach replicas on the trainer's node only.
         ranks_together: number of consecutive ranks that communicate most and should share a node; divides `num_ranks`.
+        least_ranks: every number of ranks is a multiple of it.
     """
 
     num_replicas: int
@@ -58,6 +60,7 @@ class Demand:
     may_share: bool = False
     one_node: bool = False
     ranks_together: int = 1
+    least_ranks: int = 1
 
     @classmethod
     def of(cls, recipe: Recipe) -> Demand:
@@ -76,6 +79,7 @@ class Demand:
             ranks_together=trainer.layout.tensor * trainer.layout.context
             if trainer.backend == "megatron"
             else math.lcm(trainer.fsdp.shard_ranks or 1, trainer.fsdp.context_parallel),
+            least_ranks=_least_ranks(trainer),
         )
 
     @property
@@ -84,6 +88,14 @@ class Demand:
         if self.gpu_share < 1:
             return max(self.num_replicas, self.num_ranks)
         return self.num_replicas * self.replica_gpus + self.num_ranks * self.rank_gpus
+
+
+def _least_ranks(trainer: TrainerConfig) -> int:
+    megatron, fsdp = trainer.megatron, trainer.fsdp
+    if trainer.backend != "megatron":
+        return math.lcm(fsdp.shard_ranks or 1, fsdp.context_parallel)
+    of_model = megatron.tensor_parallel * megatron.pipeline_parallel * megatron.context_parallel
+    return math.lcm(of_model, megatron.expert_parallel * megatron.pipeline_parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +143,13 @@ def place_run(recipe: Recipe, node_gpus: Sequence[int]) -> Placement:
     found = plan_placement(demand, node_gpus)
     nodes = fit(found.bundles, node_gpus) if demand.one_node and found.strategy == "PACK" else None
     sender = next((node for node, b in zip(nodes or (), found.bundles, strict=False) if b.num_ranks), None)
+    others = "disk" if found.shares_gpus else "collective, or disk"  # no NCCL between processes on one GPU
     require(
         nodes is None or all(node == sender for node, b in zip(nodes, found.bundles, strict=True) if b.replicas),
         asked=f"weights.transport={transport}; {words(found.bundles)}",
         found=f"they do not fit on one node ({', '.join(str(gpus) for gpus in node_gpus)} GPUs), and this transport "
         "reaches replicas on the node of the sending rank only",
-        do="set weights.transport=collective, or disk with weights.disk_directory on shared storage",
+        do=f"set weights.transport={others} with weights.disk_directory on shared storage",
     )
     require(
         not found.shares_gpus or transport != "collective",
@@ -165,14 +178,19 @@ def plan_placement(demand: Demand, node_gpus: Sequence[int]) -> Placement:
         return Placement(tuple(pairs), *shares, _strategy(demand, pairs, node_gpus))
     if demand.may_share and demand.num_gpus > sum(node_gpus):
         return _evenly(demand, node_gpus)
-    largest = max(node_gpus)
-    # Fewest and largest bundles of ranks first: neighbours then share a machine.
-    for ranks in _divisions(demand, largest):
+    if (bundles := _fitting(demand, node_gpus)) is None:
+        raise _too_few(demand, singly, node_gpus)
+    strategy = _strategy(demand, bundles, node_gpus)
+    return Placement(tuple(bundles), demand.replica_gpus, demand.rank_gpus, strategy)
+
+
+def _fitting(demand: Demand, node_gpus: Sequence[int]) -> list[Bundle] | None:
+    """Fewest and largest bundles of ranks first: neighbours then share a machine. None: no division fits."""
+    for ranks in _divisions(demand, max(node_gpus)):
         bundles = [*ranks, *_replicas(demand)]
         if fit(bundles, node_gpus) is not None:
-            strategy = _strategy(demand, bundles, node_gpus)
-            return Placement(tuple(bundles), demand.replica_gpus, demand.rank_gpus, strategy)
-    raise _too_few(demand, singly, node_gpus)
+            return bundles
+    return None
 
 
 def describe_demand(demand: Demand) -> str:
@@ -286,7 +304,8 @@ def _strategy(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int
 def _too_few(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int]) -> ConfigError:
     largest, total, size = max(node_gpus), sum(node_gpus), max(bundle.gpus for bundle in bundles)
     found = f"nodes with {', '.join(str(gpus) for gpus in sorted(node_gpus, reverse=True))} GPUs"
-    do = "add nodes, or lower rollout.num_replicas or trainer.num_ranks"
+    smaller = _smaller(demand, node_gpus)
+    do = f"add nodes, or set {smaller}" if smaller else "add nodes, or lower rollout.num_replicas or trainer.num_ranks"
     if size > largest:
         found += ": a replica lives on one node"
         do = f"set tensor_parallel_size of its engine to {largest} or less, or add larger nodes"
@@ -296,6 +315,19 @@ def _too_few(demand: Demand, bundles: Sequence[Bundle], node_gpus: Sequence[int]
         room = sum(gpus // size for gpus in node_gpus)
         found += f", which hold {room} of the {demand.num_replicas} replicas of {size} GPUs whole"
     return ConfigError(explain(words(bundles), found, do))
+
+
+def _smaller(demand: Demand, node_gpus: Sequence[int]) -> str:
+    """Settings of a smaller run of the same proportions that fits the nodes, whatever memory a rank needs; empty: none
+    does."""
+    ranks = [n for n in range(demand.num_ranks, 0, -1) if demand.num_ranks % n == 0 and n % demand.least_ranks == 0]
+    tried = (replace(demand, num_replicas=r, num_ranks=n) for r in range(demand.num_replicas, 0, -1) for n in ranks)
+    found = [d for d in tried if d.rank_gpus and d.gpu_share == 1 and _fitting(d, node_gpus) is not None]
+    if not found:
+        return ""
+    wanted = demand.num_replicas / demand.num_ranks
+    best = max(found, key=lambda d: (d.num_gpus, -abs(math.log(d.num_replicas / d.num_ranks / wanted))))
+    return f"rollout.num_replicas={best.num_replicas} trainer.num_ranks={best.num_ranks}, if a rank's memory allows it"
 
 
 def joined_address(address: str | None) -> str | None:

@@ -105,8 +105,9 @@ class TrainerPool:
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus_per_rank}
         if num_gpus_per_rank == 0:
             options["runtime_env"] = {"env_vars": spec.environment}
-        elif spec.trainer.device == "auto":  # the GPU is reserved: no rank may silently train on a CPU
-            spec = replace(spec, trainer=replace(spec.trainer, device="cuda"))
+        if spec.trainer.device == "auto":  # where a GPU is reserved, no rank may silently train on a CPU
+            device = "cuda" if num_gpus_per_rank else "cpu"
+            spec = replace(spec, trainer=replace(spec.trainer, device=device))
         actor_class: Any = ray.remote(**options)(TrainerWorker)
         chosen = ["DEFAULT"] * spec.trainer.num_ranks if strategies is None else strategies
         actors = [actor_class.options(scheduling_strategy=strategy) for strategy in chosen]

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from asyncrl.config.checks import require_cuda
+from asyncrl.config.checks import has_nvidia_gpu, require_cuda
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import GenerationError, WeightTransferError, explain
@@ -52,7 +52,8 @@ class TorchEngine:
         self._settings = settings
         self._real_weights = load_real_weights
         self._seed = replica_seed
-        chosen = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        has_gpu = torch.cuda.is_available() or has_nvidia_gpu()
+        chosen = settings.device if settings.device != "auto" else "cuda" if has_gpu else "cpu"
         self._device = torch.device(chosen)
         if self._device.type == "cuda":
             require_cuda("rollout.torch.device", chosen, is_available=torch.cuda.is_available())

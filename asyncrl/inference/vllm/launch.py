@@ -168,6 +168,7 @@ class Launcher:
     def _launch(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
         from vllm.utils.system_utils import set_env_var
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -187,7 +188,8 @@ class Launcher:
                 if settings.tensor_parallel_size == 1:  # the worker then lives in EngineCore: one process fewer
                     environment.enter_context(set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"))
                 environment.enter_context(set_env_var("VLLM_CPU_OMP_THREADS_BIND", "nobind"))
-            config = AsyncEngineArgs(**arguments).create_engine_config()
+            # As vLLM's own server: without a context a step computes as few tokens as on the smallest GPU.
+            config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
             if on_cpu:
                 yield_to_others()  # vLLM's processes inherit this thread's priority
                 if config.cache_config.kv_cache_memory_bytes == _CPU_KV_CACHE_BYTES:  # neither recipe nor user chose

@@ -34,12 +34,12 @@ def register_packed_attention() -> None:
 
 
 def varlen_kernel() -> Callable[..., Any] | None:
-    """Torch's `varlen_attn`; None if torch has no such kernel with windows and grouped-query heads."""
+    """Torch's `varlen_attn`; None if torch has no such kernel with windows."""
     try:
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:
         return None
-    return kernel if {"window_size", "enable_gqa", "scale"} <= inspect.signature(kernel).parameters.keys() else None
+    return kernel if {"window_size", "scale"} <= inspect.signature(kernel).parameters.keys() else None
 
 
 class RowAttention:
@@ -102,8 +102,9 @@ class VarlenAttention:
     """`packed_attention` by one call of a varlen kernel: nothing is padded."""
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
-        """`kernel`: has the signature of `torch.nn.attention.varlen.varlen_attn`."""
+        """`kernel`: has the signature of `torch.nn.attention.varlen.varlen_attn`, of torch 2.11 or later."""
         self._kernel = kernel
+        self._groups_heads = "enable_gqa" in inspect.signature(kernel).parameters  # since torch 2.13
 
     def __call__(
         self,
@@ -127,6 +128,10 @@ class VarlenAttention:
         else:  # sequences with a prompt in common get their own copies of its keys
             query, key, value = (x.index_select(0, order) for x in (query, key, value))
             ends = layout.class_boundaries
+        grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if self._groups_heads else {}
+        if not self._groups_heads:
+            copies = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
         out = self._kernel(
             query.contiguous(),
             key.contiguous(),
@@ -137,6 +142,6 @@ class VarlenAttention:
             layout.max_length,
             scale=scaling,
             window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
+            **grouped,
         )
         return out if places is None else out.index_select(0, places)

@@ -66,6 +66,7 @@ def rank_memory(
             optimizer=optimizer,
             passes=passes,
             peak=peak,
+            between_steps=0 if fsdp.offload_parameters else weights + (0 if fsdp.offload_optimizer else optimizer),
         )
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.utils import is_flash_attn_2_available
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path
@@ -73,7 +73,7 @@ def load_model(
                 found = kind.from_config(config, trust_remote_code=model.trust_remote_code, **how)
             found.tie_weights()
             found.eval()
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ConfigError(
             explain(f"train {key}={model.path}", str(error), "name a directory or hub name of a causal LM")
         ) from error
@@ -100,7 +100,7 @@ class Kernels:
 
     Attributes:
         capability: of its CUDA device; None: no CUDA device.
-        flash_attn: the package is installed.
+        flash_attn: the package is installed, with FlashAttention 2; flash-attn-4 has the same name.
         varlen: torch has a kernel for sequences of different lengths.
     """
 
@@ -111,7 +111,7 @@ class Kernels:
     @classmethod
     def of(cls, device: torch.device) -> Kernels:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(capability, importlib.util.find_spec("flash_attn") is not None, varlen_kernel() is not None)
+        return cls(capability, is_flash_attn_2_available(), varlen_kernel() is not None)
 
 
 def choose_attention(fsdp: FsdpConfig, kernels: Kernels, *, sinks: bool = False) -> str:
@@ -129,7 +129,7 @@ def choose_attention(fsdp: FsdpConfig, kernels: Kernels, *, sinks: bool = False)
         lacks.append("a model without attention sinks")
     if kernels.capability is not None and kernels.capability < _AMPERE:
         missing[VARLEN].append("a GPU of Ampere or later")
-    missing[VARLEN] += ["torch 2.13 or later"] * (not kernels.varlen)
+    missing[VARLEN] += ["torch 2.11 or later"] * (not kernels.varlen)
     if fsdp.attention == "auto":
         return next((name for name, lacks in missing.items() if not lacks), PACKED_SDPA)
     if lacks := missing.get(fsdp.attention):

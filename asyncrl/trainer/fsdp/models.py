@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class Models:
     def __init__(self, spec: TrainerSpec, mesh: DeviceMesh, context: ContextRanks) -> None:
         """Collective. Raises ConfigError: a model cannot be read or trained."""
         self._spec, self._mesh, self._context = spec, mesh, context
+        # The others wait for the rank that reads as long as a start may take, not as long as a collective.
+        self._waiting: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.start_timeout_s))
         self._logits = LogitRules(in_float32=spec.trainer.fsdp.head_dtype == "float32")
         self._reference: Policy | None = None
         self.policy = self._policy()
@@ -98,7 +101,7 @@ class Models:
         model, way, images = self._load(spec.model, spec.trainer.fsdp, dtype=getattr(torch, kept))
         taps = self._taps(model, way)
         find = partial(stored_layout, model, spec.model)
-        self.layout = of_first_rank(self._mesh, find, f"name the tensors of a {type(model).__name__}")
+        self.layout = of_first_rank(self._waiting, find, f"name the tensors of a {type(model).__name__}")
         if spec.trainer.lora.rank:
             lora.add_adapters(model, spec.trainer.lora)
         if spec.trainer.compile:
@@ -115,7 +118,7 @@ class Models:
         taps = RouterTaps(model)
         require_experts(spec, has_some=bool(taps.layers))
         of_first_rank(
-            self._mesh, partial(prove_choices, model, way, taps), f"replay the experts of a {type(model).__name__}"
+            self._waiting, partial(prove_choices, model, way, taps), f"replay the experts of a {type(model).__name__}"
         )
         return taps
 
@@ -150,7 +153,7 @@ class Models:
         sinks = any("sink" in name for name, _ in found.named_parameters())
         attention = choose_attention(fsdp, Kernels.of(torch.device(self._mesh.device_type)), sinks=sinks)
         packing, head = self._spec.trainer.packing, how.get("head", True)
-        way = agreed(found, self._mesh, attention, packing, head=head)
+        way = agreed(found, self._waiting, attention, packing, head=head)
         if way.pads and fsdp.context_parallel > 1:
             asked = f"trainer.fsdp.context_parallel={fsdp.context_parallel}"
             do = "set trainer.fsdp.context_parallel to 1"
@@ -163,7 +166,7 @@ class Models:
             raise ConfigError(explain(asked, why, "set trainer.packing=padded"))
         images = ImageInputs(found, model, towers)
         asked = f"read an image with a {type(found).__name__}"
-        of_first_rank(self._mesh, partial(prove_images, found, way, images), asked)
+        of_first_rank(self._waiting, partial(prove_images, found, way, images), asked)
         images.to(torch.device(self._mesh.device_type), getattr(torch, fsdp.param_dtype))
         if dist.get_world_size() > 1:
             for tower in towers.values():

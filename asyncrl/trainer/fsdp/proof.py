@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from asyncrl.errors import ConfigError, explain
@@ -106,11 +105,11 @@ def _padded(tokens: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
     return batch, places
 
 
-def of_first_rank(mesh: DeviceMesh, find: Callable[[], Any], asked: str) -> Any:
-    """What `find` returns on the first rank, which has the weights, on all ranks. Collective. Raises ConfigError on
-    every rank if it raises there; `asked`: what it does, in words."""
+def of_first_rank(ranks: dist.ProcessGroup, find: Callable[[], Any], asked: str) -> Any:
+    """What `find` returns on the first rank, which has the weights, on all ranks, which wait for it as long as `ranks`
+    lets them. Collective. Raises ConfigError on every rank if it raises there; `asked`: what it does, in words."""
     said: list[Any] = [None]
-    if mesh.get_rank() == 0:
+    if dist.get_rank() == 0:
         try:
             said = [find()]
         except ConfigError as error:
@@ -118,16 +117,16 @@ def of_first_rank(mesh: DeviceMesh, find: Callable[[], Any], asked: str) -> Any:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
             said = [ConfigError(explain(asked, f"{type(error).__name__}: {error}", "train another model"))]
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(said, src=0)
+        dist.broadcast_object_list(said, src=0, group=ranks)
     if isinstance(said[0], ConfigError):
         raise said[0]
     return said[0]
 
 
-def agreed(model: PreTrainedModel, mesh: DeviceMesh, attention: str, packing: Packing, *, head: bool) -> Way:
+def agreed(model: PreTrainedModel, ranks: dist.ProcessGroup, attention: str, packing: Packing, *, head: bool) -> Way:
     """`prove` on the first rank; all ranks get its outcome. Collective."""
     asked = f"pass three short sequences through a {type(model).__name__} on the CPU"
-    way: Way = of_first_rank(mesh, partial(prove, model, attention, packing, head=head), asked)
+    way: Way = of_first_rank(ranks, partial(prove, model, attention, packing, head=head), asked)
     if way.pads and packing == "auto":
         text = (
             "rows of a %s are padded: set trainer.packing=padded, so that micro-batches are planned as they are padded"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -112,8 +113,18 @@ def _context(device: torch.device) -> Callable[[], AbstractContextManager[None]]
     return cpu.cuda_as_cpu
 
 
+def bind_gemm() -> None:
+    """Megatron-core leaves this name unbound without TransformerEngine, and its routers in float32 read it. On a CPU
+    after `_context`."""
+    with without_wandb():
+        utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(utils, "te_general_gemm"):
+        utils.te_general_gemm = None
+
+
 def _build(spec: TrainerSpec, device: torch.device) -> tuple[MegatronModels, TrainingStep, BlockPublication]:
     """Collective. Imports Megatron-core, which on a CPU must happen after `_context`."""
+    bind_gemm()
     with without_wandb():
         from asyncrl.trainer.megatron.model import join_groups
         from asyncrl.trainer.megatron.models import MegatronModels

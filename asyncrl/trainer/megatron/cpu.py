@@ -22,16 +22,14 @@ CPU = torch.device("cpu")
 
 
 def import_megatron() -> None:
-    """Imports Megatron-core without its compiled kernels, and replaces the two functions that need CUDA's libraries.
+    """Imports Megatron-core without its compiled kernels, and replaces a function that needs CUDA's libraries.
 
     Call it before anything else imports Megatron-core. Idempotent.
     """
     with warnings.catch_warnings(), without_wandb():
         warnings.simplefilter("ignore")  # of GPU packages
-        utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         importlib.import_module("megatron.core.models.gpt.gpt_model")
-    utils.te_general_gemm = None  # otherwise unbound without TransformerEngine
     dispatcher.maybe_move_tensor_to_cpu = _on_host
 
 

@@ -48,12 +48,15 @@ def rank_memory(
         trained = policy + (_share(trainer, tensors, stage, critic=True) if critic else Counter())
         held = trained.total() + (policy.total() if reference else 0)
         masters = -(-trained["dense"] // trainer.layout.num_plans) - (-trained["experts"] // expert_copies)
+        weights, gradients = width * held, _GRADIENT_BYTES * trained.total()
+        offloads = trainer.megatron.offload_optimizer
         found.append(
             RankMemory(
                 ranks=f"stage {stage} of {stages}" if stages > 1 else "each rank",
-                weights=width * held,
-                gradients=_GRADIENT_BYTES * trained.total(),
+                weights=weights,
+                gradients=gradients,
                 optimizer=state * masters,
+                between_steps=weights + gradients + (0 if offloads else state * masters),
             )
         )
     return found

@@ -123,7 +123,7 @@ class CudaMedium(Medium):
             super().__init__(data, data.device)
             self.synchronize()
             uuid = str(torch.cuda.get_device_properties(self.data.device).uuid)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, AttributeError, ValueError) as error:
             raise _cannot(f"export {nbytes} bytes of {device}", error) from error
         self._description = encode_export(uuid, exported(self.data.untyped_storage()))
 
@@ -156,7 +156,7 @@ class CudaMapping(Mapping):
         try:
             storage = torch.UntypedStorage._new_shared_cuda(source, *fields.values())
             super().__init__(torch.empty(0, dtype=torch.uint8, device=there).set_(storage), there, own)
-        except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
+        except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError) as error:
             raise _cannot(asked, error) from error
 
 
@@ -165,7 +165,7 @@ def exported(storage: Any) -> dict[str, Any]:
     try:
         _, *fields = storage._share_cuda_()
         return dict(zip(EXPORTED, fields, strict=True))
-    except (RuntimeError, AttributeError, ValueError) as error:
+    except (RuntimeError, AttributeError, TypeError, ValueError) as error:
         raise _cannot("export memory of a GPU", error) from error
 
 
