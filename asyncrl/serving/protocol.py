@@ -101,7 +101,7 @@ _TEXT_SCHEMA = [
             "type": {"const": "text"}, "text": {"type": "string"}}},
         {"type": "object", "required": ["type", "image_url"], "properties": {
             "type": {"const": "image_url"}, "image_url": {"type": "object", "required": ["url"], "properties": {
-                "url": {"type": "string", "pattern": "^data:image/"}}}}},
+                "url": {"type": "string", "pattern": "^data:image/[A-Za-z0-9.+-]+;base64,[A-Za-z0-9+/]+={0,2}$"}}}}},
     ]}},
 ]  # fmt: skip
 _TOOL_EXAMPLE = {"type": "function", "function": {"name": "..."}}

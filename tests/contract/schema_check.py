@@ -15,4 +15,5 @@ def served_or_told_why(ctx, response, case):
     told |= error["param"] in ("min_tokens", "tool_choice", "response_format")
     # what a schema cannot say of messages and tools
     why = ("valid JSON", "content: it is missing", "the same name", ".name: this server does not support it")
+    why = (*why, "asked: an image")  # that it is one, and that the model reads images
     assert told or any(reason in error["message"] for reason in why), error
