@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from training_cpu import BUDGET, GROUP_SIZE, VOCABULARY, Load, alternate, load, process_group
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -63,7 +62,7 @@ def build(model: Path, packing: str) -> TrainBackend:
 def planned(one: Load, *, pads: bool) -> RankPlan:
     draw = np.random.default_rng(0)
     advantages = [draw.normal(size=GROUP_SIZE) for _ in one.manifest.groups]
-    rules = PackingRules(1, BUDGET, share_prompts=not pads, pads=pads)
+    rules = PackingRules(num_plans=1, max_tokens_per_microbatch=BUDGET, share_prompts=not pads, pads=pads)
     return plan_step(one.manifest, advantages, rules)[0]
 
 
@@ -106,7 +105,6 @@ def main() -> None:
     if options.tiny:
         half = replace_sizes(half)
     with process_group(), tempfile.TemporaryDirectory() as directory:
-        assert dist.is_initialized()
         model = write_random_qwen3(Path(directory), vocab_size=VOCABULARY)
         rounds, groups = (1, 2) if options.tiny else (options.rounds, 32)
         lines = [*step_rows(model, rounds, groups), "", proof_row(half)]
