@@ -104,7 +104,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     renderer = None
     # A hub model is checked below, once its facts are known.
     if facts.is_local or not use_hub:
-        _check_processes(recipe, facts, trains=trains)
+        _check_processes(recipe, facts, trains=trains, plans=not use_hub)
     sampling = recipe.rollout.sampling
     if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.keep_sets:
         notes.append("top_p and top_k filter what replicas sample but not what the trainer computes: ratios are biased")
@@ -112,7 +112,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
         tokenizer = load_tokenizer(recipe.model)
         if not facts.is_local:
             facts = hub_facts(recipe.model)
-            _check_processes(recipe, facts, trains=trains)
+            _check_processes(recipe, facts, trains=trains, plans=not use_hub)
         notes += [f"model.path: trained without {', '.join(facts.noise)}, as it is sampled"] * bool(facts.noise)
         tools, parser = prompt_tools(recipe, tokenizer), recipe.rollout.tool_use.parser
         continues = recipe.data.continue_final_message
@@ -125,7 +125,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
         notes.append(f"model {recipe.model.path} comes from the hub: it is looked up when the run starts")
         if cached := cached_facts(recipe.model):
             facts = cached
-            _check_processes(recipe, facts, trains=trains)
+            _check_processes(recipe, facts, trains=trains, plans=not use_hub)
 
     def may_read(source: str) -> bool:
         if use_hub or is_place(source) or is_generator(source):
@@ -189,11 +189,13 @@ def _check_places(recipe: Recipe, *, trains: bool) -> None:
         check_store(recipe.weights.disk_directory)
 
 
-def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool) -> None:
-    """Asks the training backend and the engine whether they can run the model. Raises ConfigError."""
+def _check_processes(recipe: Recipe, facts: ModelFacts, *, trains: bool, plans: bool) -> None:
+    """Asks the training backend and the engine whether they can run the model. `plans`: a dry run, perhaps for other
+    machines. Raises ConfigError."""
     if trains:
-        # A recipe that says how large its GPUs are is checked for them, on whatever machine.
-        on_cpu = recipe.trainer.device == "cpu" or (_is_cpu_build() and recipe.ray.gpu_memory_gib is None)
+        # A dry run of a recipe that says how large its GPUs are is for these.
+        for_gpus = plans and recipe.ray.gpu_memory_gib is not None
+        on_cpu = recipe.trainer.device == "cpu" or (_is_cpu_build() and not for_gpus)
         if recipe.is_colocated and on_cpu:
             engines.require_sleep(recipe.rollout.engine)
         if recipe.weights.stage:
