@@ -263,3 +263,13 @@ def test_a_torch_without_cuda_beside_gpus_is_refused(monkeypatch, tmp_path, over
         check_packages(recipe)
     if recipe.trainer.device == "auto":
         check_packages(quickstart("rollout.torch.device=cpu"), trains=False)
+
+
+def test_only_a_dry_run_is_for_gpus_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_is_cpu_build", lambda: True)
+    words = "placement=colocated", "mode=sync", "weights.transport=ipc", "rollout.engine=vllm", "ray.gpu_memory_gib=24"
+    facts, recipe = ModelFacts.of_config("m", SMOL), quickstart(*words)
+    monkeypatch.setattr(preflight.engines, "require_runs", lambda *_: None)
+    preflight._check_processes(recipe, facts, trains=True, plans=True)
+    with pytest.raises(ConfigError, match="engine=vllm on a CPU"):
+        preflight._check_processes(recipe, facts, trains=True, plans=False)
