@@ -161,7 +161,9 @@ class Chat:
         Raises DataError: the template refuses the messages, or leaves one out.
         """
         head, tail = self._template.turn(self.stored(messages), with_tools=with_tools, asked="the messages of a turn")
-        ids = require_text_last(self.encode_after(head, tail), "the messages of a turn")
+        ids = self.encode_after(head, tail)
+        if len(ids):  # a template of the texts alone writes nothing for an empty result
+            require_text_last(ids, "the messages of a turn")
         return self._after_end(ids) if len(response_ids) and int(response_ids[-1]) in self.ends else ids
 
     def _after_end(self, ids: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from tests.structure.trees import tree_of
 
 PACKAGE = ROOT / "asyncrl"
 LINES = 45_540
-LINES_OF_TESTS = 42_205
+LINES_OF_TESTS = 42_210
 FILES = 460
 PROTOCOLS = 28
 REFUSALS = 132

@@ -365,3 +365,10 @@ def test_a_turn_that_ends_with_an_image_is_refused(named):
     chat = Chat(load_tokenizer(bare), bare)
     with pytest.raises(DataError, match="ends with an image"):
         chat.next_turn(chat.encode("a"), [{"role": "user", "content": f"see {chat.image(RED)}"}])
+
+
+def test_a_template_may_write_nothing_for_an_empty_turn(named, tmp_path):
+    (tmp_path / "bare.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    bare = replace(named, chat_template=str(tmp_path / "bare.jinja"))
+    chat = Chat(load_tokenizer(bare), bare)
+    assert len(chat.next_turn(chat.encode("a"), [{"role": "user", "content": ""}])) == 0
