@@ -63,7 +63,7 @@ def test_images_are_shown_where_they_stand(tmp_path):
     Image.new("RGB", (400, 300), "red").save(file := io.BytesIO(), "png")
     key = store.put(file.getvalue())
     config = json.loads((path / "config.json").read_text())
-    config["recipe"]["data"]["image_directory"] = str(store.directory)
+    config["recipe"]["data"] = {"image_directory": str(store.directory)}
     (path / "config.json").write_text(json.dumps(config))
     lines = (path / "samples.jsonl").read_text().splitlines()
     shown = f"a\ufffc{key}b"

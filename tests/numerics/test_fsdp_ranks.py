@@ -275,12 +275,12 @@ def read_late(root, rank, world_size, path):
     """Builds a backend whose first rank reads for longer than a collective may take; and a step."""
     dist.destroy_process_group()
     store = dist.FileStore(str(root / "again"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=3))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=8))
     read = models.load_model
 
     def slowly(*args, **kwargs):
         found = read(*args, **kwargs)
-        time.sleep(6 * (rank == 0))
+        time.sleep(12 * (rank == 0))
         return found
 
     models.load_model = slowly
