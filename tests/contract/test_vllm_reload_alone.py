@@ -2,6 +2,7 @@
 
 import random
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ def make_model(tmp_path_factory):
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     class Model(torch.nn.Module):
-        def __init__(self):
+        def __init__(self, load_norm):
             super().__init__()
             self.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
             self.embed = VocabParallelEmbedding(VOCABULARY, HIDDEN, prefix="embed")
@@ -34,6 +35,8 @@ def make_model(tmp_path_factory):
             )
             self.mlp.down_proj = RowParallelLinear(INNER, HIDDEN, bias=True, prefix="down_proj")
             self.norm = torch.nn.LayerNorm(HIDDEN, bias=False)
+            if load_norm is not None:
+                self.norm.weight.weight_loader = load_norm
             self.lm_head = ParallelLMHead(VOCABULARY, HIDDEN, prefix="lm_head")
             self.lm_head.weight = self.embed.weight
             self.refuses = self.passes_over = None
@@ -65,8 +68,8 @@ def make_model(tmp_path_factory):
         init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
         initialize_model_parallel()
 
-        def make():
-            model = Model()
+        def make(load_norm=None):
+            model = Model(load_norm)
             record_metadata_for_reloading(model)
             modules: Any = model.modules()
             for module in modules:
@@ -114,9 +117,12 @@ def refused(model, reload, match):
 @pytest.fixture
 def served(make_model):
     """A model, what loads it, and a check of what it computes."""
+    return checked(make_model())
+
+
+def checked(model):
     from asyncrl.inference.vllm.layerwise_reload import Reload
 
-    model = make_model()
     config = SimpleNamespace(dtype=torch.float32, model="/absent", revision=None, trust_remote_code=False)
     ids = torch.tensor([3, 77, 1024])
 
@@ -231,6 +237,20 @@ def test_tensors_that_the_model_copies_by_itself_reach_it(served, monkeypatch):
                 load_weights([(name, tensor)])
 
     monkeypatch.setattr(model, "load_weights", copies_some)
+    for seed in (1, 2):
+        publish(reload, drawn(seed))
+        serves(drawn(seed))
+
+
+class LoadsAShard:
+    def __call__(self, param, loaded_weight, part=slice(None)):
+        param.data.copy_(loaded_weight[part])
+
+
+@pytest.mark.parametrize("loader", [partial(LoadsAShard.__call__, None, part=slice(HIDDEN)), LoadsAShard()])
+def test_a_loader_without_a_name_loads(make_model, loader):
+    """As the norms of MiniMax-M2 have one."""
+    _, reload, serves = checked(make_model(loader))
     for seed in (1, 2):
         publish(reload, drawn(seed))
         serves(drawn(seed))

@@ -7,7 +7,9 @@ complete.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,6 +59,7 @@ class Reload:
         self.filled.require_loadable()
         self._reloaded = self._model if names is None else self._layers_of(names)
         self._let_experts_be_packed(self._reloaded)
+        _name_loaders(self._reloaded)
         initialize_layerwise_reload(self._reloaded)
         for path, layer in self._model.named_modules():
             if get_layerwise_info(layer).can_load():
@@ -178,6 +181,23 @@ class Reload:
             if (kernel := getattr(method, "moe_kernel", None)) is not None:
                 self._kernels.append((method, kernel))
                 method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def _name_loaders(reloaded: torch.nn.Module) -> None:
+    """vLLM's reload tells its own loaders by their name, which a `partial` (the norms of MiniMax-M2) does not have."""
+    for layer in reloaded.modules():
+        for tensor in chain.from_iterable(kind.values() for kind in get_layerwise_info(layer).restore_metadata):
+            loader = getattr(tensor, "weight_loader", None)
+            if loader is not None and not hasattr(loader, "__name__"):
+                tensor.weight_loader = _named(loader)  # type: ignore[attr-defined]
+
+
+def _named(loader: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(loader)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        return loader(*args, **kwargs)
+
+    return load
 
 
 def _old_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
