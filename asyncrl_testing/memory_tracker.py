@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.fsdp.attention import PACKED_ROWS, register_packed_attention
 from asyncrl.trainer.fsdp.context import ContextRanks, RowPart
-from asyncrl.trainer.fsdp.model import shard
+from asyncrl.trainer.fsdp.model import recompute_layers, shard
 from asyncrl.trainer.fsdp.optimizer import Update
 from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.model_tensors import logits_per_chunk
@@ -54,8 +54,7 @@ def tracked_peak(config: Mapping[str, Any], trainer: TrainerConfig, tokens: int)
                     AutoConfig.for_model(**config), attn_implementation=PACKED_ROWS, dtype=torch.float32
                 )
             model.tie_weights()
-            if fsdp.activation_checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(model, trainer.recompute)
             policy = Policy(model, context=_Known(part), logits=LogitRules(logits_per_chunk(trainer.device)))
             shard(policy, model, mesh, fsdp)
             policy.train()

@@ -35,7 +35,7 @@ _TAKEN = """
     reward.judge.pairwise eval.pass_at
     resume data.train data.options data.mixture data.eval run.name run.dir
     rollout.serve.enabled rollout.serve.model_name
-    trainer.fsdp.reduce_every_microbatch trainer.fsdp.reshard_after_forward trainer.fsdp.activation_checkpointing
+    trainer.fsdp.reduce_every_microbatch trainer.fsdp.reshard_after_forward
     trainer.fsdp.offload_parameters trainer.fsdp.offload_optimizer trainer.fsdp.share_prompts
     trainer.megatron.sequence_parallel trainer.megatron.offload_optimizer trainer.device trainer.compile
     trainer.lora.target_modules weights.overlap weights.stage weights.rolling

@@ -34,8 +34,6 @@ class FsdpConfig:
     then each rank holds float32 gradients of the whole model."""
     reshard_after_forward: bool = True
     """Free the gathered parameters after the forward pass and gather them again for the backward pass."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass."""
     offload_parameters: bool = False
     """Keep parameters, gradients and optimizer in host memory, and gather each layer when needed."""
     offload_optimizer: bool = False
@@ -68,8 +66,6 @@ class MegatronConfig:
     """With tensor_parallel above 1, norms and residuals are split by token too: less memory. A mixture needs it."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in forward and backward; master weights and optimizer are float32."""
-    recompute: Literal["none", "attention", "full"] = "none"
-    """Recomputed in the backward pass: nothing, attention, or each layer."""
     layers: Literal["local", "transformer_engine"] = "local"
     """local: Megatron-core's own layers. transformer_engine: faster ones, which need that package and CUDA."""
     offload_optimizer: bool = False
@@ -139,6 +135,10 @@ class TrainerConfig:
     run.max_steps then follows another curve, and the rate jumps (the log says so)."""
     min_lr_fraction: Share = 0.0
     """Final value of a falling learning rate, as a share of lr."""
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    """Recomputed in the backward pass: nothing; all of a layer but its attention (backend megatron: attention alone);
+    each layer. auto: the first of these with which the micro-batch fits into a rank's memory; full where a GPU's memory
+    is not known (ray.gpu_memory_gib), or the passes' are not (backend megatron on GPUs)."""
     compile: bool = False
     """Compile each decoder layer with torch.compile."""
     packing: Literal["auto", "packed", "padded"] = "auto"

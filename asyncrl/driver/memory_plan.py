@@ -30,6 +30,10 @@ RESERVED_BYTES = 3 * GIB
 """GPU memory of CUDA, NCCL and allocator fragmentation, in addition to a rank's tensors."""
 ENGINE_BYTES = 2 * GIB
 """Memory of an engine's forward passes, in addition to weights and cache."""
+SURE = 0.9
+"""Share of a rank's memory that recomputation is chosen for: estimates are within a tenth of what torch counts."""
+RECOMPUTE = ("none", "selective", "full")
+"""Less memory, and more work, from left to right."""
 _OTHER_GPU = "; or ray.gpu_memory_gib, if the GPUs have more"
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 """Tried for the number of ranks, the tensor-parallel ranks and stages, and the split of a replica."""
@@ -96,6 +100,7 @@ def check_memory_fits(recipe: Recipe, facts: ModelFacts, gpu: int | None) -> Non
 
 
 def _check_ranks(recipe: Recipe, facts: ModelFacts, gpu: int, demand: Demand) -> None:
+    recipe = with_fitting_recompute(recipe, facts, is_set=True)[0]
     room = _room_on_gpu(recipe, gpu, demand)
 
     def needed(trainer: TrainerConfig) -> int | None:
@@ -134,14 +139,16 @@ def _layouts(trainer: TrainerConfig, facts: ModelFacts) -> Iterator[tuple[str, T
     matrices, more ranks."""
     backend = trainer.backend
     present = asdict(getattr(trainer, backend))
-    for ranks in (trainer.num_ranks * times for times in FACTORS):
+    more = product((trainer.num_ranks * times for times in FACTORS), sorted({trainer.recompute, "full"}, reverse=True))
+    for ranks, recompute in more:
         for other in _fsdp(trainer, ranks) if backend == "fsdp" else _megatron(trainer, ranks):
             words = [f"trainer.num_ranks={ranks}"] if ranks > trainer.num_ranks else []
+            words += [f"trainer.recompute={recompute}"] if recompute != trainer.recompute else []
             for key, value in asdict(other).items():
                 if value != present[key]:
                     words.append(f"trainer.{backend}.{key}={'null' if value is None else str(value).lower()}")
             try:
-                found = replace(trainer, num_ranks=ranks, **{backend: other})
+                found = replace(trainer, num_ranks=ranks, recompute=recompute, **{backend: other})
                 require_fits(found, facts)
             except ConfigError:  # the ranks do not divide, e.g. by the expert-parallel size or the model's heads
                 continue
@@ -151,15 +158,10 @@ def _layouts(trainer: TrainerConfig, facts: ModelFacts) -> Iterator[tuple[str, T
 
 def _fsdp(trainer: TrainerConfig, ranks: int) -> Iterator[FsdpConfig]:
     fsdp = trainer.fsdp
-    for shared, recomputes, offloads in product(
-        _shared(fsdp, ranks),
-        sorted({fsdp.activation_checkpointing, True}),
-        sorted({fsdp.offload_optimizer, True}),
-    ):
+    for shared, offloads in product(_shared(fsdp, ranks), sorted({fsdp.offload_optimizer, True})):
         yield replace(
             fsdp,
             context_parallel=shared,
-            activation_checkpointing=recomputes,
             offload_optimizer=offloads,
             reduce_every_microbatch=True,
             # With more ranks, more copies of the model would not save memory per rank.
@@ -277,7 +279,29 @@ def _room_of_engine(recipe: Recipe, facts: ModelFacts, gpu: int) -> int | None:
     return gpu - kept - RESERVED_BYTES - ENGINE_BYTES - 2 * recipe.weights.bucket_bytes
 
 
-# The micro-batch, which decides on the memory of activations.
+# Recomputation and the micro-batch, which decide on the memory of activations.
+
+
+def with_fitting_recompute(recipe: Recipe, facts: ModelFacts, *, is_set: bool) -> tuple[Recipe, str | None]:
+    """The recipe with `trainer.recompute` resolved, and a note where that recomputes something. `is_set`: the user has
+    set the micro-batch; on this machine's CPUs another one becomes smaller first."""
+    if recipe.trainer.recompute != "auto":
+        return recipe, None
+    room, tokens = _room_of_rank(recipe, facts), recipe.max_tokens_per_microbatch
+    if (here := computes_here(recipe)) and not is_set:
+        tokens = longest_sequence(recipe.rollout, recipe.data.max_prompt_tokens)
+    peaks = dict[str, int]()
+    for way in RECOMPUTE:
+        found = replace(recipe, trainer=replace(recipe.trainer, recompute=way))
+        peak = peaks[way] = _peak(found, facts, tokens)
+        if way == "full" or (here and not peak) or (room is not None and 0 < peak <= SURE * room):
+            break
+    if way == "none":
+        return found, None
+    why = "the memory of a rank or of its passes is not known"
+    if room is not None and peak:
+        why = f"a rank takes up to {_bytes(peaks['none'])} without, {_bytes(peak)} with it, and has {_bytes(room)}"
+    return found, f"trainer.recompute={way}: {why}"
 
 
 def with_fitting_microbatch(recipe: Recipe, facts: ModelFacts, *, is_set: bool) -> tuple[Recipe, str | None]:
@@ -336,7 +360,8 @@ def trainer_plan(recipe: Recipe, facts: ModelFacts) -> Iterator[tuple[str, str]]
     for memory in found or ():
         yield "memory", _memory(memory)
         if memory.passes is not None and memory.peak is not None:
-            text = f"passes over {recipe.max_tokens_per_microbatch} tokens take up to {_bytes(memory.passes)}: "
+            text = f"passes over {recipe.max_tokens_per_microbatch} tokens with trainer.recompute={trainer.recompute} "
+            text += f"take up to {_bytes(memory.passes)}: "
             yield "", f"{text}{_bytes(memory.peak)} at the peak; two buckets of a publish come on top"
     if any(memory.passes is None for memory in found or ()):
         yield "", "activations, two buckets of a publish and what an allocator keeps come on top: not estimated"

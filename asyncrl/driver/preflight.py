@@ -41,6 +41,7 @@ from asyncrl.driver.memory_plan import (
     gpu_bytes,
     trainer_plan,
     with_fitting_microbatch,
+    with_fitting_recompute,
     with_fitting_share,
 )
 from asyncrl.environments import check_environment, prompt_tools
@@ -162,9 +163,10 @@ def with_fitting_batch(recipe: Recipe, found: Preflight, loaded: Loaded) -> tupl
         recipe = replace(recipe, trainer=replace(trainer, packing="padded"))
         found = replace(found, notes=(*found.notes, f"trainer.packing=padded: the model has {why}"))
     is_set = loaded.given("trainer", "max_tokens_per_microbatch") is not None
+    recipe, of_layers = with_fitting_recompute(recipe, found.facts, is_set=is_set)
     recipe, of_batch = with_fitting_microbatch(recipe, found.facts, is_set=is_set)
     recipe, of_share = with_fitting_share(recipe, found.facts)
-    return recipe, replace(found, notes=(*found.notes, *filter(None, (of_batch, of_share))))
+    return recipe, replace(found, notes=(*found.notes, *filter(None, (of_layers, of_batch, of_share))))
 
 
 def check_server(serve: ServeSection, key: str | None) -> None:

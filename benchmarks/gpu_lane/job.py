@@ -283,10 +283,10 @@ def trainer(path: Path, *, compiles: bool = False, **fsdp: Any) -> Iterator[Trai
     from asyncrl.trainer.trainer_spec import TrainerSpec
     from asyncrl.trainer.trainer_worker import TrainerWorker
 
-    settings = FsdpConfig(param_dtype="bfloat16", activation_checkpointing=True, **fsdp)
+    settings = FsdpConfig(param_dtype="bfloat16", **fsdp)
     spec = TrainerSpec(
         model=ModelConfig(path=str(path), inference_dtype="bfloat16"),
-        trainer=TrainerConfig(lr=1e-4, compile=compiles, fsdp=settings),
+        trainer=TrainerConfig(lr=1e-4, compile=compiles, recompute="full", fsdp=settings),
         algorithm=AlgorithmConfig(),
     )
     groups: dict[int, Any] = {}

@@ -39,20 +39,20 @@ MODELS = {
     ),
 }
 SHARED = FsdpConfig(context_parallel=2)
-FULL = FsdpConfig(context_parallel=2, shard_ranks=2, activation_checkpointing=True, reduce_every_microbatch=False)
+FULL = FsdpConfig(context_parallel=2, shard_ranks=2, reduce_every_microbatch=False)
 CASES = {  # name -> number of ranks, model, settings beside the model
     "llama over two": (2, "llama", {"fsdp": SHARED}),
     "qwen3 over two, computed again, prompts apart": (
         2,
         "qwen3",
-        {"fsdp": replace(SHARED, activation_checkpointing=True, share_prompts=False)},
+        {"fsdp": replace(SHARED, share_prompts=False), "recompute": "selective"},
     ),
     "critic and reference": (2, "qwen3", {"fsdp": SHARED, "algorithm": PPO}),
     "adapters": (2, "qwen3", {"fsdp": SHARED, "lora": LoraConfig(rank=4)}),
     "routers that are balanced": (2, "mixture", {"fsdp": SHARED, "algorithm": FITTED}),
     "a sliding window": (2, "sliding", {"fsdp": SHARED}),
     "qwen3 over four, with copies of its two key heads": (4, "qwen3", {"fsdp": FsdpConfig(context_parallel=4)}),
-    "two pairs, each with a copy of the model": (4, "qwen3", {"fsdp": FULL}),
+    "two pairs, each with a copy of the model": (4, "qwen3", {"fsdp": FULL, "recompute": "full"}),
     "two pairs, one copy over all": (4, "llama", {"fsdp": SHARED}),
 }
 SAVED = {2: "llama over two", 4: "two pairs, each with a copy of the model"}

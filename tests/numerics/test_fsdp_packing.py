@@ -1,6 +1,7 @@
 """FSDP2 on one rank: packed training against plain Hugging Face forward passes, one sequence at a time."""
 
 import shutil
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
@@ -216,16 +218,33 @@ def test_a_step_that_leaves_out_backward_passes_makes_exactly_the_same_update(mo
         np.testing.assert_array_equal(weight, expected[key], err_msg=key)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_activation_checkpointing_runs_each_layer_again_in_the_backward_pass(model_paths, recompute):
+class Counted(TorchDispatchMode):
+    """Operators and how often they ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.times[operator.name()] += 1
+        return operator(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("recompute", "layers", "kernels"), [("none", 1, 1), ("selective", 2, 1), ("full", 2, 2), ("auto", 1, 1)]
+)
+def test_what_a_layer_computes_again_in_the_backward_pass(model_paths, recompute, layers, kernels):
     lease = random_lease(4)
     (plan,) = lease.plans(budget=64)
-    backend = build(model_paths / "qwen3", fsdp=FsdpConfig(activation_checkpointing=recompute))
+    backend = build(model_paths / "qwen3", recompute=recompute)
     calls = []
     # before, not after: recomputation stops at the last tensor that the backward pass needs
     backend._policy.causal_lm.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    backend.train_step(plan, lease.trajectories)
-    assert len(calls) == len(plan.microbatches) * (2 if recompute else 1)
+    with Counted() as counted:
+        backend.train_step(plan, lease.trajectories)
+    assert len(calls) == len(plan.microbatches) * layers
+    forward = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert counted.times[forward] == kernels * counted.times[f"{forward}_backward"] > 0
 
 
 def test_a_packed_row_restarts_positions_and_points_at_the_token_before():

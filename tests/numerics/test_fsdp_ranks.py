@@ -52,8 +52,9 @@ LORA = LoraConfig(rank=4)
 LARGE_VOCAB, LARGE_BYTES = 600_000, 4 * 36 * 600_000
 
 
-def build(path, rank, world_size, fsdp=None, algorithm=None, lora=None):
+def build(path, rank, world_size, fsdp=None, algorithm=None, lora=None, recompute="auto"):
     settings = {"num_ranks": world_size, "fsdp": fsdp or FsdpConfig(), "lora": lora or LoraConfig()}
+    settings["recompute"] = recompute
     spec = trainer_spec(path, algorithm, lr=1e-3, weight_decay=0.1, warmup_steps=2, temperature=0.9, **settings)
     return fsdp_backend(spec, rank, world_size)
 

@@ -31,15 +31,16 @@ FITTED = replace(test_fsdp_ranks.FITTED, router_aux_coefficient=0.0)
 BALANCED = AlgorithmConfig(router_aux_coefficient=0.5, entropy_coefficient=0.01)
 DENSE = {
     "tp2": MegatronConfig(tensor_parallel=2),
-    "pp2": MegatronConfig(pipeline_parallel=2, recompute="attention"),
+    "pp2": MegatronConfig(pipeline_parallel=2),
     "cp2": MegatronConfig(context_parallel=2),
     "dp2": MegatronConfig(),
 }
+RECOMPUTE = {"pp2": "selective", "pp2-experts": "full"}
 MIXTURE = {"tp2-ep2": MegatronConfig(tensor_parallel=2, expert_parallel=2, expert_tensor_parallel=1)}
 MIXTURE |= {
     "ep2": MegatronConfig(expert_parallel=2),
     "cp2-ep2": MegatronConfig(context_parallel=2, expert_parallel=2),
-    "pp2-experts": MegatronConfig(pipeline_parallel=2, recompute="full"),
+    "pp2-experts": MegatronConfig(pipeline_parallel=2),
 }
 
 
@@ -123,8 +124,11 @@ def rank_main(root, rank, world_size, models):
     for name, layout in (DENSE | MIXTURE).items():
         ranks = rank_spec("none", world_size, "megatron", layout).trainer.layout
 
-        def make(path, algorithm, layout=layout, router_replay="off"):
-            spec = rank_spec(path, world_size, "megatron", layout, algorithm, router_replay=router_replay)
+        again = RECOMPUTE.get(name, "auto")
+
+        def make(path, algorithm, layout=layout, router_replay="off", recompute=again):
+            trainer = {"router_replay": router_replay, "recompute": recompute}
+            spec = rank_spec(path, world_size, "megatron", layout, algorithm, **trainer)
             return megatron_backend(spec, rank, world_size)
 
         if name in MIXTURE:

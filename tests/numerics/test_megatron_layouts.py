@@ -35,12 +35,12 @@ DEADLINE_S = 280
 LAYOUTS = {
     "dp2": ("qwen3", 2, MegatronConfig()),
     "tp2": ("qwen3", 2, MegatronConfig(tensor_parallel=2, sequence_parallel=False)),
-    "tp2-sp": ("llama", 2, MegatronConfig(tensor_parallel=2, recompute="full")),
+    "tp2-sp": ("llama", 2, MegatronConfig(tensor_parallel=2)),
     "pp2": ("qwen3", 2, MegatronConfig(pipeline_parallel=2)),
     "vpp": ("qwen2", 2, MegatronConfig(pipeline_parallel=2, chunks_per_stage=2)),
     "tp4": ("qwen3", 4, MegatronConfig(tensor_parallel=4)),
     "tp2-pp2": ("qwen3", 4, MegatronConfig(tensor_parallel=2, pipeline_parallel=2)),
-    "cp2": ("qwen3", 2, MegatronConfig(context_parallel=2, recompute="full")),
+    "cp2": ("qwen3", 2, MegatronConfig(context_parallel=2)),
     "cp2-tp2": ("llama", 4, MegatronConfig(context_parallel=2, tensor_parallel=2)),
     "cp2-pp2": ("qwen2", 4, MegatronConfig(context_parallel=2, pipeline_parallel=2)),
     "cp2-ep2": ("mixture", 2, MegatronConfig(context_parallel=2, expert_parallel=2)),
@@ -49,6 +49,7 @@ LAYOUTS = {
     "tp2-ep2": ("shared", 2, MegatronConfig(tensor_parallel=2, expert_parallel=2, expert_tensor_parallel=1)),
 }
 """Name -> model, ranks, layout."""
+RECOMPUTE = {"tp2-sp": "full", "cp2": "full"}
 
 
 def build_model(kind):
@@ -102,13 +103,15 @@ def rank_main(root, rank, world_size, paths):
     found = {}
     for name, (kind, ranks, layout) in LAYOUTS.items():
         if ranks == world_size and kind in paths:
-            found[name] = at_layout(root / name, rank, world_size, paths[kind], layout)
+            found[name] = at_layout(
+                root / name, rank, world_size, paths[kind], layout, recompute=RECOMPUTE.get(name, "auto")
+            )
             parallel_state.destroy_model_parallel()
     return found
 
 
-def at_layout(root, rank, world_size, path, layout):
-    spec = spec_of(path, world_size, "megatron", layout)
+def at_layout(root, rank, world_size, path, layout, **trainer):
+    spec = spec_of(path, world_size, "megatron", layout, **trainer)
     ranks = spec.trainer.layout
 
     def plan_of(lease):

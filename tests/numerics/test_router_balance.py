@@ -9,7 +9,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from asyncrl.algorithms.router_balance import balance_weights, routing_sums
 from asyncrl.config.algorithm import AlgorithmConfig
-from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3_moe, write_random_qwen3
@@ -124,11 +123,11 @@ def reference(lease):
 
 
 @pytest.mark.parametrize("budget", [32, 64, 4096])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_loss_and_gradient_of_an_update_are_those_of_float64_whatever_the_packing(path, budget, checkpointing):
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_loss_and_gradient_of_an_update_are_those_of_float64_whatever_the_packing(path, budget, recompute):
     lease = without_advantages(random_lease(0))
     loss, norm = reference(lease)
-    backend = build(path, fsdp=FsdpConfig(activation_checkpointing=checkpointing))
+    backend = build(path, recompute=recompute)
     metrics = backend.train_step(plan_of(lease, budget), lease.trajectories)
     assert metrics.loss == pytest.approx(COEFFICIENT * loss, rel=1e-5)
     assert metrics.grad_norm == pytest.approx(norm, rel=1e-4)

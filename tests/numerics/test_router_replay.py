@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.step.batch import pack
 from asyncrl.types import decoder_of
@@ -40,8 +39,8 @@ def path(tmp_path_factory, norm_topk_prob):
     return str(root)
 
 
-def build(path, router_replay="rollout", **fsdp):
-    return one_rank.build(path, max_grad_norm=0, fsdp=FsdpConfig(**fsdp), router_replay=router_replay)
+def build(path, router_replay="rollout", **trainer):
+    return one_rank.build(path, max_grad_norm=0, router_replay=router_replay, **trainer)
 
 
 class Given(nn.Module):
@@ -106,13 +105,13 @@ def test_log_probabilities_are_those_of_a_forward_pass_through_the_same_experts(
     assert torch.cat(gaps).mean() > 0.05, "other experts are another function"
 
 
-@pytest.mark.parametrize(("budget", "checkpointing"), [(32, False), (4096, False), (4096, True)])
-def test_a_step_has_the_gradient_of_that_function_for_every_packing(path, norm_topk_prob, budget, checkpointing):
+@pytest.mark.parametrize(("budget", "recompute"), [(32, "none"), (4096, "none"), (4096, "selective"), (4096, "full")])
+def test_a_step_has_the_gradient_of_that_function_for_every_packing(path, norm_topk_prob, budget, recompute):
     lease, model = with_experts(random_lease(0)), double(norm_topk_prob)
     loss, norm = one_rank.reference_step(model, lease, partial(own_logprobs, normalises=norm_topk_prob))
     gates = [layer.mlp.gate.weight.grad for layer in model.model.layers]
     assert all(g is not None and g.norm() > 1e-4 for g in gates), "the gradient reaches the routers"
-    backend = build(path, activation_checkpointing=checkpointing)
+    backend = build(path, recompute=recompute)
     before = weights_of(backend)
     metrics = backend.train_step(plan_of(lease, budget), lease.trajectories)
     assert metrics.loss == pytest.approx(loss, rel=1e-4, abs=1e-6)

@@ -420,17 +420,14 @@ def test_modules_that_cannot_be_adapted_are_refused(path, names):
 
 
 @pytest.mark.parametrize(
-    "fsdp",
-    [
-        FsdpConfig(offload_parameters=True),
-        FsdpConfig(activation_checkpointing=True),
-    ],
-    ids=["parameters", "activations"],
+    "saves",
+    [{"fsdp": FsdpConfig(offload_parameters=True)}, {"recompute": "selective"}, {"recompute": "full"}],
+    ids=["parameters", "activations but attention", "activations"],
 )
 @pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["full", "lora"])
-def test_what_saves_memory_changes_nothing(path, fsdp, lora):
+def test_what_saves_memory_changes_nothing(path, saves, lora):
     lease = random_lease(14)
-    a, b = build(path, PPO, lora=lora), build(path, PPO, lora=lora, fsdp=fsdp)
+    a, b = build(path, PPO, lora=lora), build(path, PPO, lora=lora, **saves)
     for _ in range(2):
         torch.manual_seed(0)
         first = a.train_step(plan_of(lease), lease.trajectories)

@@ -66,24 +66,44 @@ SMOL = {
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "override", "tokens", "note"),
+    ("free_gib", "override", "tokens", "recompute", "told"),
     [
-        (64, "run.max_steps=80", 8192, None),
-        (12, "run.max_steps=80", 4096, "it is 4096, which takes"),
-        (12, "trainer.max_tokens_per_microbatch=16384", 16384, "with 4096: set that, or leave the key out"),
-        (2, "data.max_prompt_tokens=64", 8192, "take a smaller model, or LoRA"),
+        (64, "run.max_steps=80", 8192, "none", []),
+        (12, "run.max_steps=80", 4096, "none", ["it is 4096, which takes"]),
+        (
+            12,
+            "trainer.max_tokens_per_microbatch=16384",
+            16384,
+            "selective",
+            ["trainer.recompute=selective: a rank takes"],
+        ),
+        (
+            12,
+            "trainer.max_tokens_per_microbatch=16384 trainer.recompute=none",
+            16384,
+            "none",
+            ["with 4096: set that, or leave the key out"],
+        ),
+        (2, "data.max_prompt_tokens=64", 8192, "full", ["trainer.recompute=full", "take a smaller model, or LoRA"]),
     ],
 )
 def test_a_micro_batch_fits_the_memory_or_the_plan_says_what_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, override: str, tokens: int, note: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free_gib: int,
+    override: str,
+    tokens: int,
+    recompute: str,
+    told: list[str],
 ) -> None:
     monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: SimpleNamespace(available=free_gib << 30))
     monkeypatch.setattr(memory_plan, "gpu_bytes", lambda recipe: None)
-    loaded = load(QUICKSTART, ["rollout.num_replicas=1", "ray.address=null", override])
+    loaded = load(QUICKSTART, ["rollout.num_replicas=1", "ray.address=null", *override.split()])
     found = Preflight(ModelFacts.of_config("m", SMOL), None, {}, ())
     recipe, found = preflight.with_fitting_batch(loaded.recipe, found, loaded)
     assert recipe.max_tokens_per_microbatch == tokens
-    assert [note in told for told in found.notes] == [True] * (note is not None)
+    assert recipe.trainer.recompute == recompute
+    assert [note in line for note, line in zip(told, found.notes, strict=True)] == [True] * len(told)
 
 
 @pytest.mark.parametrize(

@@ -403,7 +403,7 @@ def dry_run(capsys, monkeypatch):
 
 OVER_MEGATRON = [
     "trainer.backend=megatron", "trainer.num_ranks=16", "trainer.megatron.expert_parallel=8",
-    "trainer.megatron.pipeline_parallel=2", "trainer.megatron.param_dtype=bfloat16", "trainer.megatron.recompute=full",
+    "trainer.megatron.pipeline_parallel=2", "trainer.megatron.param_dtype=bfloat16", "trainer.recompute=full",
 ]  # fmt: skip
 
 
@@ -478,6 +478,22 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(overrides, asked, 
     error = dry_run("dapo_qwen", *overrides, code=2)
     for part in (asked, found, *do):
         assert part in error
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "recompute"),
+    [
+        ("gsm8k_qwen", 80, "none"),
+        ("gsm8k_qwen", 40, "selective"),
+        ("dapo_qwen", 80, "full"),
+        ("dapo_qwen", 141, "selective"),
+        ("dapo_qwen_8gpu", 141, "selective"),
+    ],
+)
+def test_a_layer_is_recomputed_only_where_memory_asks_for_it(name, gib, recompute, hub_cache, dry_run):
+    plan = dry_run(name, f"ray.gpu_memory_gib={gib}")
+    assert f"tokens with trainer.recompute={recompute} take" in plan
+    assert ("a rank takes up to" in plan) == (recompute != "none")
 
 
 COLOCATED = "placement=colocated", "mode=sync", "weights.transport=ipc"

@@ -75,7 +75,7 @@ def _peak_of_passes(trainer: TrainerConfig, tensors: Mapping[str, Shape], tokens
     """Bytes of the passes over a micro-batch of `tokens`, shared by `context_parallel` ranks. The maximum over four
     moments: logits are formed; logits are differentiated; the first layer of the backward pass runs; the gradients of
     embedding and output layer are reduced."""
-    width, recomputes = _BYTES[trainer.fsdp.param_dtype], trainer.fsdp.activation_checkpointing
+    width, recomputes = _BYTES[trainer.fsdp.param_dtype], trainer.recompute in ("selective", "full")
     trains_all, ranks = not trainer.lora.rank, trainer.fsdp.context_parallel
     tokens = -(-tokens // ranks)
     layers: dict[int, dict[str, Shape]] = {}
@@ -87,6 +87,8 @@ def _peak_of_passes(trainer: TrainerConfig, tensors: Mapping[str, Shape], tokens
     saved = [_saved(own, width, experts_per_token, recomputes=recomputes, ranks=ranks) for own in layers.values()]
     # Kept from the forward pass until a layer's turn in the backward pass; cosines and sines of the positions too.
     kept = len(layers) * width * hidden if recomputes else sum(saved)
+    if trainer.recompute == "selective":
+        kept += sum(width * own["self_attn.q_proj.weight"][0] for own in layers.values())
     checkpoints = tokens * (kept + 2 * width * _HEAD)
     # Embedding and output layer, and the largest layer, in the dtype of the passes.
     root = width * sum(prod(shape) for name, shape in tensors.items() if layer_of(name) is None)

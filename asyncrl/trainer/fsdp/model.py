@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import is_flash_attn_2_available
@@ -41,6 +43,7 @@ def load_model(
     head: bool = True,
     dtype: torch.dtype = torch.float32,
     max_model_len: int | None = None,
+    recompute: str = "none",
 ) -> tuple[PreTrainedModel, dict[str, nn.Module]]:
     """The model of `model.path` on the CPU, unsharded; without `head` only the layers up to the hidden states. And its
     encoders of images, which are not part of it any more (`types.drop_towers`).
@@ -51,6 +54,7 @@ def load_model(
     Args:
         key: the key of the recipe that names the model, for errors.
         max_model_len: see `types.settle`.
+        recompute: `trainer.recompute`.
 
     Raises:
         ConfigError: the model cannot be read, its files lack a tensor or contradict its config, its heads do not divide
@@ -89,9 +93,25 @@ def load_model(
         logger.info(text, model.path, " and ".join(towers), frozen)
     check_supported(found, head=head)
     check_heads(fsdp, ModelFacts.of_config(model.path, found.config.to_dict()), key)
-    if fsdp.activation_checkpointing:
-        found.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_layers(found, recompute)
     return found, towers
+
+
+def recompute_layers(model: PreTrainedModel, recompute: str) -> None:
+    """Makes the layers recompute in the backward pass what `trainer.recompute` says."""
+    if recompute not in ("selective", "full"):
+        return
+    how: dict[str, Any] = {"use_reentrant": False}
+    if recompute == "selective":
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps_attention)
+    model.gradient_checkpointing_enable(how)
+
+
+def _keeps_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Torch's attention kernels, varlen and flash attention have it in their names."""
+    name = str(operator)
+    keeps = "attention" in name or "attn" in name
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True)

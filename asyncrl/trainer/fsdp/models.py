@@ -98,7 +98,8 @@ class Models:
         spec = self._spec
         # Base weights under adapters never change, so they are kept in the dtype of the passes.
         kept = spec.trainer.fsdp.param_dtype if spec.trainer.lora.rank else "float32"
-        model, way, images = self._load(spec.model, spec.trainer.fsdp, dtype=getattr(torch, kept))
+        how = {"dtype": getattr(torch, kept), "recompute": spec.trainer.recompute}
+        model, way, images = self._load(spec.model, spec.trainer.fsdp, **how)
         taps = self._taps(model, way)
         find = partial(stored_layout, model, spec.model)
         self.layout = of_first_rank(self._waiting, find, f"name the tensors of a {type(model).__name__}")
@@ -125,7 +126,7 @@ class Models:
     def _frozen_reference(self) -> Policy:
         spec, path = self._spec, self._spec.algorithm.kl.path
         named = self._named(path)
-        fsdp = replace(spec.trainer.fsdp, activation_checkpointing=False, reshard_after_forward=True)
+        fsdp = replace(spec.trainer.fsdp, reshard_after_forward=True)
         key = "algorithm.kl.path" if path else "model.path"
         model, way, images = self._load(named, fsdp, key=key, dtype=getattr(torch, fsdp.param_dtype))
         self._check_vocabulary(model, f"{key}={named.path}")
@@ -138,7 +139,8 @@ class Models:
         spec, path = self._spec, self._spec.algorithm.critic.path
         named = self._named(path)
         key = "algorithm.critic.path" if path else "model.path"
-        backbone, way, _ = self._load(named, spec.trainer.fsdp, key=key, head=False)
+        how = {"key": key, "head": False, "recompute": spec.trainer.recompute}
+        backbone, way, _ = self._load(named, spec.trainer.fsdp, **how)
         self._check_vocabulary(backbone, f"{key}={named.path}")
         if spec.trainer.compile:
             compile_layers(backbone)

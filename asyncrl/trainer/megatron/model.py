@@ -115,9 +115,9 @@ def transformer_config(
     # Recompute: full keeps only the input of each layer, selective only drops attention's intermediates.
     megatron = trainer.megatron
     again: dict[str, Any] = {}
-    if recompute and megatron.recompute == "full":
+    if recompute and trainer.recompute == "full":
         again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    elif recompute and megatron.recompute == "attention":
+    elif recompute and trainer.recompute == "selective":
         again = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     # Megatron-core's own balancing is off: `routing.py` adds the balance of the whole update.
     experts: dict[str, Any] = {}
