@@ -148,7 +148,8 @@ class VllmEngineConfig:
     max_model_len: Annotated[int, Ge(2)] | None = None
     """As rollout.torch.max_model_len, but at least 4096 where that takes at least 512."""
     max_num_seqs: PositiveInt = 256
-    """Requests that one replica decodes concurrently."""
+    """Requests that one replica decodes concurrently. If it is not set, the policy's replicas on GPUs of known memory
+    take up to 1024: as many sequences of half the longest length as fit into the KV cache."""
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens that one step computes, prompts and responses together; None leaves it to vLLM."""
     gpu_share: PositiveShare = 1.0

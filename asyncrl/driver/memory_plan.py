@@ -30,6 +30,8 @@ RESERVED_BYTES = 3 * GIB
 """GPU memory of CUDA, NCCL and allocator fragmentation, in addition to a rank's tensors."""
 ENGINE_BYTES = 2 * GIB
 """Memory of an engine's forward passes, in addition to weights and cache."""
+MOST_PLACES = 1024
+"""Requests that vLLM's own default decodes concurrently on the largest GPUs."""
 SURE = 0.9
 """Share of a rank's memory that recomputation is chosen for: estimates are within a tenth of what torch counts."""
 RECOMPUTE = ("none", "selective", "full")
@@ -186,17 +188,41 @@ def _shared(fsdp: FsdpConfig, ranks: int) -> Iterator[int]:
         shared *= 2
 
 
+def _sequence_bytes(recipe: Recipe, tensors: dict[str, Shape]) -> int:
+    """KV cache of one sequence of the longest length, over all workers of a replica; 0 if unknown."""
+    key_width = sum(shape[0] for name, shape in tensors.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
+    return _itemsize(recipe) * key_width * recipe.rollout.max_model_len
+
+
+def _room_of_worker(recipe: Recipe, facts: ModelFacts, gpu: int) -> tuple[float, int | None]:
+    """Bytes that an engine's worker may take, and what a colocated rank leaves of its GPU."""
+    share, beside = getattr(recipe.rollout.settings, "memory_share", None), _room_of_engine(recipe, facts, gpu)
+    room = gpu * (DEFAULT_MEMORY_SHARE if share is None else share)
+    return (room if beside is None else min(room, beside)), beside
+
+
+def with_fitting_places(recipe: Recipe, facts: ModelFacts, *, is_set: bool) -> tuple[Recipe, str | None]:
+    """The recipe whose replicas of vLLM decode as many requests as their KV cache holds, and a note where that is not
+    the default number. `is_set`: the user's own is kept."""
+    rollout, gpu, tensors = recipe.rollout, gpu_bytes(recipe), model_tensors(facts)
+    sequence = 0 if tensors is None else _sequence_bytes(recipe, tensors)
+    if is_set or rollout.engine != "vllm" or gpu is None or not sequence or not Demand.of(recipe).replica_gpus:
+        return recipe, None
+    workers, default = rollout.vllm.num_workers, rollout.vllm.max_num_seqs
+    room = workers * (_room_of_worker(recipe, facts, gpu)[0] - ENGINE_BYTES) - (served_bytes(recipe, facts) or 0)
+    places = min(MOST_PLACES, int(2 * room / sequence) // 64 * 64)
+    if places <= default:
+        return recipe, None
+    vllm = replace(rollout.vllm, max_num_seqs=places)
+    note = f"rollout.vllm.max_num_seqs={places}: the KV cache holds {room / sequence:.0f} sequences of "
+    return replace(recipe, rollout=replace(rollout, vllm=vllm)), f"{note}{rollout.max_model_len} tokens"
+
+
 def _check_replica(recipe: Recipe, facts: ModelFacts, tensors: dict[str, Shape], gpu: int) -> None:
     rollout, sizes = recipe.rollout, facts.sizes
-    settings = rollout.settings
-    width, weights = _itemsize(recipe), served_bytes(recipe, facts) or 0
-    key_width = sum(shape[0] for name, shape in tensors.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
-    cache = width * key_width * rollout.max_model_len
-    share = getattr(settings, "memory_share", None)
-    room = gpu * (DEFAULT_MEMORY_SHARE if share is None else share)
-    beside = _room_of_engine(recipe, facts, gpu)
-    room = room if beside is None else min(room, beside)
-    workers = settings.num_workers
+    weights, cache = served_bytes(recipe, facts) or 0, _sequence_bytes(recipe, tensors)
+    room, beside = _room_of_worker(recipe, facts, gpu)
+    workers = rollout.settings.num_workers
 
     # Bytes per worker: (weights + cache of one full sequence) / split + ENGINE_BYTES.
     def needed(split: int) -> float:

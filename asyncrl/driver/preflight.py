@@ -41,6 +41,7 @@ from asyncrl.driver.memory_plan import (
     gpu_bytes,
     trainer_plan,
     with_fitting_microbatch,
+    with_fitting_places,
     with_fitting_recompute,
     with_fitting_share,
 )
@@ -156,8 +157,8 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
 
 
 def with_fitting_batch(recipe: Recipe, found: Preflight, loaded: Loaded) -> tuple[Recipe, Preflight]:
-    """The recipe with a micro-batch, and a share of the GPU for a colocated engine, that fit this machine, and the
-    findings with notes on them."""
+    """The recipe with recomputation, micro-batch, engine's share of the GPU and concurrent requests that fit the
+    machine, and the findings with notes on them."""
     trainer, why = recipe.trainer, found.facts.padding
     if trainer.backend == "fsdp" and trainer.packing == "auto" and why:
         recipe = replace(recipe, trainer=replace(trainer, packing="padded"))
@@ -166,7 +167,9 @@ def with_fitting_batch(recipe: Recipe, found: Preflight, loaded: Loaded) -> tupl
     recipe, of_layers = with_fitting_recompute(recipe, found.facts, is_set=is_set)
     recipe, of_batch = with_fitting_microbatch(recipe, found.facts, is_set=is_set)
     recipe, of_share = with_fitting_share(recipe, found.facts)
-    return recipe, replace(found, notes=(*found.notes, *filter(None, (of_layers, of_batch, of_share))))
+    of_user = (loaded.given("rollout", "vllm") or {}).get("max_num_seqs") is not None
+    recipe, of_places = with_fitting_places(recipe, found.facts, is_set=of_user)
+    return recipe, replace(found, notes=(*found.notes, *filter(None, (of_layers, of_batch, of_share, of_places))))
 
 
 def check_server(serve: ServeSection, key: str | None) -> None:

@@ -496,6 +496,21 @@ def test_a_layer_is_recomputed_only_where_memory_asks_for_it(name, gib, recomput
     assert ("a rank takes up to" in plan) == (recompute != "none")
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "places"),
+    [
+        ("gsm8k_qwen", "ray.gpu_memory_gib=80", 1024),
+        ("dapo_qwen", "ray.gpu_memory_gib=141", None),  # 64 layers x 22,528 tokens
+        ("grpo_qwen3_30b_a3b", "ray.gpu_memory_gib=141", 448),
+        ("gsm8k_qwen", "ray.gpu_memory_gib=80 rollout.vllm.max_num_seqs=128", None),
+        ("gsm8k_qwen", "placement=colocated mode=sync weights.transport=ipc ray.gpu_memory_gib=40", 384),
+    ],
+)
+def test_a_replica_decodes_as_many_requests_as_its_cache_holds(name, words, places, hub_cache, dry_run):
+    found = re.findall(r"rollout.vllm.max_num_seqs=(\d+): the KV cache holds", dry_run(name, *words.split()))
+    assert [int(number) for number in found] == [places] * (places is not None)
+
+
 COLOCATED = "placement=colocated", "mode=sync", "weights.transport=ipc"
 
 
