@@ -41,7 +41,8 @@ class FsdpConfig:
     attention: Literal["auto", "packed_sdpa", "varlen", "flash_attention_2"] = "auto"
     """How packed sequences attend only to themselves. packed_sdpa: torch's attention over padded classes of similar
     length. varlen: torch's kernel for sequences of different lengths; it needs bfloat16 and a GPU of Ampere or later.
-    auto takes flash_attention_2 if installed, else varlen if supported."""
+    auto takes varlen with FlashAttention 4 if that is installed, else flash_attention_2 if installed, else varlen if
+    supported."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all of its trajectories in a micro-batch. The gradient is the same. It
     needs attention packed_sdpa or varlen, and no router loss; otherwise each trajectory has its own prompt. Where

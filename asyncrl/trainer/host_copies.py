@@ -57,15 +57,16 @@ class HostCopies:
 def _copied(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
     """A copy, in the memory of `kept` if it fits."""
     if kept is None or not _agree(tensor, kept):
-        copy = tensor.to("cpu", copy=True)
-        return _pinned(copy, tensor.device) if tensor.is_cuda else copy
+        kept = torch.empty_like(tensor, device="cpu")
+        kept = _pinned(kept, tensor.device) if tensor.is_cuda else kept
     _local(kept).copy_(_local(tensor), non_blocking=True)
     return kept
 
 
 def _pinned(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`copy`, whose values nobody has written yet, in pinned memory."""
     local = _local(copy)
-    pinned = pinned_empty(local.shape, local.dtype, device).copy_(local)
+    pinned = pinned_empty(local.shape, local.dtype, device)
     if isinstance(copy, DTensor):
         copy._local_tensor = pinned
         return copy

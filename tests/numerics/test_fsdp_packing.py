@@ -394,6 +394,8 @@ BFLOAT16 = FsdpConfig(param_dtype="bfloat16")
         (BFLOAT16, Kernels(None, flash_attn=True), "packed_sdpa"),
         (BFLOAT16, Kernels(HOPPER, flash_attn=True), "flash_attention_2"),
         (BFLOAT16, Kernels(HOPPER), "varlen"),
+        (BFLOAT16, Kernels(HOPPER, flash_attn=True, fa4=True), "varlen"),
+        (FsdpConfig(), Kernels(HOPPER, fa4=True), "packed_sdpa"),
         (BFLOAT16, Kernels(HOPPER, varlen=False), "packed_sdpa"),
         (BFLOAT16, Kernels(OLD), "packed_sdpa"),
         (FsdpConfig(), Kernels(HOPPER, flash_attn=True), "packed_sdpa"),

@@ -79,9 +79,9 @@ def build_model(kind):
     return model
 
 
-def spec_of(path, world_size, backend, layout=None, **algorithm):
+def spec_of(path, world_size, backend, layout=None, recompute="auto", **algorithm):
     algorithm = AlgorithmConfig(entropy_coefficient=0.01, **algorithm)
-    return rank_spec(path, world_size, backend, layout, algorithm, max_grad_norm=0.5)
+    return rank_spec(path, world_size, backend, layout, algorithm, max_grad_norm=0.5, recompute=recompute)
 
 
 def run(make, plan_of, directory):

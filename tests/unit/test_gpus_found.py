@@ -59,6 +59,28 @@ def test_flash_attention_4_alone_is_no_flash_attention_2(tmp_path, monkeypatch):
     import_utils.is_flash_attn_2_available.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("capability", "sizes", "activated"),
+    [
+        ((9, 0), {"head_dim": 128}, ["FA4"]),
+        ((10, 0), {"hidden_size": 512, "num_attention_heads": 8}, ["FA4"]),
+        ((9, 0), {"head_dim": 256}, []),  # it has no kernel for such heads
+        ((8, 0), {"head_dim": 128}, []),
+    ],
+)
+def test_flash_attention_4_becomes_the_kernel_where_it_has_one(tmp_path, monkeypatch, capability, sizes, activated):
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    taken = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", taken.append)
+    kernels = Kernels.of(torch.device("cuda"))
+    kernels.activate(SimpleNamespace(**sizes))
+    assert taken == activated
+    assert kernels.fa4 == (capability[0] > 8)
+
+
 @needs_megatron
 def test_routers_in_float32_run_without_transformer_engine():
     """In a process that has not taken the CPU's way to Megatron-core."""

@@ -105,6 +105,10 @@ class TrainerPool:
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus_per_rank}
         if num_gpus_per_rank == 0:
             options["runtime_env"] = {"env_vars": spec.environment}
+        elif (
+            spec.trainer.backend == "megatron"
+        ):  # its transfers overlap with arithmetic in the order of their launch only
+            options["runtime_env"] = {"env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **spec.environment}}
         if spec.trainer.device == "auto":  # where a GPU is reserved, no rank may silently train on a CPU
             device = "cuda" if num_gpus_per_rank else "cpu"
             spec = replace(spec, trainer=replace(spec.trainer, device=device))

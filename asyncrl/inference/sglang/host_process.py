@@ -66,7 +66,7 @@ def engine_arguments(
         "disable_overlap_schedule": settings.disable_overlap_schedule,
         "disable_cuda_graph": settings.disable_cuda_graph,
         "enable_memory_saver": settings.enable_memory_saver,
-        "enable_weights_cpu_backup": settings.enable_memory_saver,
+        "enable_weights_cpu_backup": False,  # each sleep ends with a publish
         "skip_tokenizer_init": True,
         "enable_custom_logit_processor": True,
         "custom_weight_loader": [LOADER],

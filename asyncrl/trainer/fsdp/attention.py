@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -40,6 +41,13 @@ def varlen_kernel() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return kernel if {"window_size", "scale"} <= inspect.signature(kernel).parameters.keys() else None
+
+
+def has_flash_attention_4(capability: tuple[int, int] | None) -> bool:
+    """Whether FlashAttention 4 is installed, torch can take it for its own kernels, and it has some for the GPU."""
+    if capability is None or capability[0] not in (9, 10) or find_spec("flash_attn") is None:
+        return False
+    return find_spec("flash_attn.cute") is not None and hasattr(torch.nn.attention, "activate_flash_attention_impl")
 
 
 class RowAttention:

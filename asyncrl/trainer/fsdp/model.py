@@ -23,7 +23,13 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.trainer.fsdp.attention import PACKED_SDPA, VARLEN, register_packed_attention, varlen_kernel
+from asyncrl.trainer.fsdp.attention import (
+    PACKED_SDPA,
+    VARLEN,
+    has_flash_attention_4,
+    register_packed_attention,
+    varlen_kernel,
+)
 from asyncrl.trainer.fsdp.supports import check_heads, unsupported
 from asyncrl.types import HOW_TO_TIE, UNTIED, ModelFacts, auto_class, decoder_of, drop_towers, misfit, settle
 
@@ -31,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _WHOLE = "name a whole model: save it again with all of its tensors"
 FLASH_ATTENTION = "flash_attention_2"
+_LARGEST_HEAD = 128
+"""Size of an attention head that FlashAttention 4 has kernels for, forward and backward, on all of its GPUs."""
 _AMPERE = (8, 0)
 
 
@@ -122,16 +130,26 @@ class Kernels:
         capability: of its CUDA device; None: no CUDA device.
         flash_attn: the package is installed, with FlashAttention 2; flash-attn-4 has the same name.
         varlen: torch has a kernel for sequences of different lengths.
+        fa4: that kernel, and SDPA's, can be FlashAttention 4's.
     """
 
     capability: tuple[int, int] | None
     flash_attn: bool = False
     varlen: bool = True
+    fa4: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> Kernels:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(capability, is_flash_attn_2_available(), varlen_kernel() is not None)
+        fa4 = has_flash_attention_4(capability)
+        return cls(capability, is_flash_attn_2_available(), varlen_kernel() is not None, fa4)
+
+    def activate(self, config: Any) -> None:
+        """Makes FlashAttention 4 torch's kernels for the rest of the process, if the heads of `config` are of its
+        sizes."""
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if self.fa4 and head <= _LARGEST_HEAD:
+            torch.nn.attention.activate_flash_attention_impl("FA4")
 
 
 def choose_attention(fsdp: FsdpConfig, kernels: Kernels, *, sinks: bool = False) -> str:
@@ -150,6 +168,8 @@ def choose_attention(fsdp: FsdpConfig, kernels: Kernels, *, sinks: bool = False)
     if kernels.capability is not None and kernels.capability < _AMPERE:
         missing[VARLEN].append("a GPU of Ampere or later")
     missing[VARLEN] += ["torch 2.11 or later"] * (not kernels.varlen)
+    if fsdp.attention == "auto" and kernels.fa4 and not missing[VARLEN]:
+        return VARLEN
     if fsdp.attention == "auto":
         return next((name for name, lacks in missing.items() if not lacks), PACKED_SDPA)
     if lacks := missing.get(fsdp.attention):

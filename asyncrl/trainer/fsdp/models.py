@@ -153,7 +153,9 @@ class Models:
     ) -> tuple[PreTrainedModel, Way, ImageInputs | None]:
         found, towers = load_model(model, fsdp, self._mesh, max_model_len=self._spec.max_model_len, **how)
         sinks = any("sink" in name for name, _ in found.named_parameters())
-        attention = choose_attention(fsdp, Kernels.of(torch.device(self._mesh.device_type)), sinks=sinks)
+        kernels = Kernels.of(torch.device(self._mesh.device_type))
+        kernels.activate(found.config.get_text_config())
+        attention = choose_attention(fsdp, kernels, sinks=sinks)
         packing, head = self._spec.trainer.packing, how.get("head", True)
         way = agreed(found, self._waiting, attention, packing, head=head)
         if way.pads and fsdp.context_parallel > 1:

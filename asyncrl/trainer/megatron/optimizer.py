@@ -84,6 +84,8 @@ class DistributedUpdate:
         # Moments exist before the first step, so a checkpoint of step 0 has them too.
         for part in self._parts():
             for group in part.optimizer.param_groups:
+                if isinstance(part.optimizer, torch.optim.AdamW):
+                    group["fused"], group["foreach"] = True, False
                 for parameter in group["params"]:
                     state = part.optimizer.state[parameter]
                     state.update({kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS})
@@ -144,7 +146,9 @@ class DistributedUpdate:
 
     def set_steps(self, steps: int) -> None:
         for counter, is_tensor in self._counters():
-            counter["step"] = torch.tensor(float(steps)) if is_tensor else steps
+            # On the device of the update, also while moments are in host memory.
+            device = counter["step"].device if "step" in counter else counter.get(MOMENTS[0], torch.empty(0)).device
+            counter["step"] = torch.tensor(float(steps), device=device) if is_tensor else steps
 
     def _counters(self) -> Iterator[tuple[dict[str, Any], bool]]:
         """(the dict that has "step", whether as a tensor): torch's Adam counts per tensor, TransformerEngine's and
