@@ -2,9 +2,9 @@
 
     python benchmarks/learning_under_lag.py rates updates partial --workers 2   # 65 minutes on 2 quiet cores
     python benchmarks/learning_under_lag.py wall                                # 20 minutes, one run at a time
-    python benchmarks/learning_under_lag.py real --workers 2                    # a pretrained model: 10 minutes a run
+    python benchmarks/learning_under_lag.py real --workers 2                    # a pretrained model: 6 minutes a run
     python benchmarks/learning_under_lag.py real_wall                           # its modes, 6 minutes a run
-    python benchmarks/learning_under_lag.py real_rate                           # ten times its rate: guard, LoRA
+    python benchmarks/learning_under_lag.py real_rate --steps 10                # ten times its rate: guard, LoRA
     python benchmarks/learning_under_lag.py report                              # tables and picture of what is there
 
 Each part is a list of cells times seeds (`GRIDS`). A run adds one line to benchmarks/results/learning_under_lag.jsonl
@@ -48,7 +48,7 @@ RECORDS = RESULTS / "learning_under_lag.jsonl"
 SEEDS = 4
 STEPS, EVAL_STEPS = 50, (25, 50)
 WALL_STEPS, WALL_PROMPTS, WALL_EVAL_EVERY = 40, 128, 5
-REAL, REAL_RATE, REAL_STEPS, REAL_EVAL_STEPS = "quickstart_real", 2e-5, 40, (5, 10, 20, 30, 40)
+REAL, REAL_RATE, REAL_STEPS, REAL_EVAL_STEPS = "quickstart_real", 2e-5, 20, (5, 10, 20, 30, 40)
 REAL_WALL_STEPS, REAL_WALL_EVAL_EVERY = 20, 5
 RATE, RATES = 5e-4, (2.5e-4, 5e-4, 1e-3)
 PACES, PACE_SHARES = (8, 4, 2, 1), (0.5, 0.25, 0.125, 0.125)

@@ -397,7 +397,10 @@ def test_other_arguments_of_vllm_are_passed_on_and_asyncrls_own_are_refused():
     for name in ("max_model_len", "additional_config", "data_parallel_size", "speculative_config"):
         with pytest.raises(ConfigError, match=rf"engine_args\.{name}(.|\n)*remove it"):
             VllmEngineConfig(engine_args={name: 1})
-    assert arguments().keys() <= OWN_ENGINE_ARGS, "none of them can be set twice"
+    assert arguments().keys() - {"compilation_config"} <= OWN_ENGINE_ARGS, "none of them can be set twice"
+    own = {"compilation_config": {"custom_ops": ["none"]}}
+    assert arguments(VllmEngineConfig(engine_args=own))["compilation_config"] == own["compilation_config"]
+    assert "-rotary_embedding" in arguments()["compilation_config"]["custom_ops"], "vLLM's kernel for CPUs is wrong"
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -414,7 +417,7 @@ def test_arguments_that_vllm_does_not_know_are_named_before_anything_starts():
 def test_nothing_that_differs_from_start_to_start_is_among_the_arguments():
     """They are the key of vLLM's compile cache: a process id would make every start compile again."""
     assert str(os.getpid()) not in str(arguments())
-    assert "additional_config" not in arguments(on_cpu=False)
+    assert not {"additional_config", "compilation_config"} & arguments(on_cpu=False).keys()
 
 
 def test_a_model_that_was_compiled_for_other_vectors_is_not_loaded(monkeypatch):

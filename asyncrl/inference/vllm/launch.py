@@ -78,7 +78,7 @@ def engine_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
         **({RECORDING: True} if settings.record_experts else {}),
-        **({"additional_config": {"cpu": _instructions()}} if on_cpu else {}),
+        **(_cpu_arguments() if on_cpu else {}),
         **settings.engine_args,
     }
 
@@ -101,12 +101,14 @@ def _check_quantization(model: ModelConfig, settings: VllmEngineConfig, *, on_cp
         raise ConfigError(explain(f"vllm.quantization={asked}", found, do))
 
 
-def _instructions() -> str:
-    """Instruction set of this CPU, for vLLM's compile-cache key, which lacks it: cached code depends on the vector
-    width, and computes wrong results on a different CPU that shares the cache."""
+def _cpu_arguments() -> dict[str, Any]:
+    """The instruction set of this CPU, for vLLM's compile-cache key, which lacks it: cached code depends on the vector
+    width, and computes wrong results on a different CPU that shares the cache. And without its rotary kernel for CPUs,
+    which turns interleaved heads (DeepSeek, GLM-4) wrongly."""
     import torch
 
-    return torch.backends.cpu.get_cpu_capability()
+    kernels = {"custom_ops": ["-rotary_embedding"]}
+    return {"additional_config": {"cpu": torch.backends.cpu.get_cpu_capability()}, "compilation_config": kernels}
 
 
 def _has_amx() -> bool:
