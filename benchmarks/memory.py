@@ -29,7 +29,7 @@ RESULT = Path(__file__).resolve().parent / "results" / "memory.md"
 GIB = 1 << 30
 
 
-def _config(kind: str, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **other: Any) -> dict[str, Any]:
+def config_of(kind: str, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **other: Any) -> dict[str, Any]:
     return {
         "model_type": kind,
         "hidden_size": hidden,
@@ -44,12 +44,12 @@ def _config(kind: str, hidden: int, ffn: int, layers: int, heads: int, kv_heads:
     }
 
 
-QWEN25_7B = _config("qwen2", 3584, 18944, 28, 28, 4, vocab_size=152064)
-QWEN25_32B = _config("qwen2", 5120, 27648, 64, 40, 8, vocab_size=152064)
-QWEN3_06B = _config("qwen3", 1024, 3072, 28, 16, 8, head_dim=128, tie_word_embeddings=True)
-QWEN3_8B = _config("qwen3", 4096, 12288, 36, 32, 8, head_dim=128)
-LLAMA_8B = _config("llama", 4096, 14336, 32, 32, 8, vocab_size=128256)
-QWEN3_30B_A3B = _config(
+QWEN25_7B = config_of("qwen2", 3584, 18944, 28, 28, 4, vocab_size=152064)
+QWEN25_32B = config_of("qwen2", 5120, 27648, 64, 40, 8, vocab_size=152064)
+QWEN3_06B = config_of("qwen3", 1024, 3072, 28, 16, 8, head_dim=128, tie_word_embeddings=True)
+QWEN3_8B = config_of("qwen3", 4096, 12288, 36, 32, 8, head_dim=128)
+LLAMA_8B = config_of("llama", 4096, 14336, 32, 32, 8, vocab_size=128256)
+QWEN3_30B_A3B = config_of(
     "qwen3_moe", 2048, 6144, 48, 32, 4, head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
 )
 
