@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from asyncrl.config.checks import require
+from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.rollout import RolloutConfig
-
-if TYPE_CHECKING:
-    from asyncrl.config.recipe import Recipe
+from asyncrl.config.staleness import StalenessConfig
+from asyncrl.config.trainer import TrainerConfig
+from asyncrl.config.weights import WeightsConfig
 
 Placement = Literal["separate", "colocated"]
 
@@ -23,10 +24,16 @@ def with_sleep(rollout: RolloutConfig) -> RolloutConfig:
     return rollout if settings is None else replace(rollout, **{rollout.engine: settings})
 
 
-def require_turns(recipe: Recipe) -> None:
+def require_turns(
+    mode: str,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig,
+    weights: WeightsConfig,
+    staleness: StalenessConfig,
+    evaluation: EvalConfig,
+) -> None:
     """Raises ConfigError: something would generate during the trainer's turn, the publish that wakes the engines does
     not support the settings, or a request times out before it."""
-    mode, rollout, trainer, weights = recipe.mode, recipe.rollout, recipe.trainer, recipe.weights
     asked = "placement=colocated"
     require(
         rollout.engine != "remote",
@@ -41,14 +48,14 @@ def require_turns(recipe: Recipe) -> None:
         do="set mode=sync or mode=one_step_off, or placement=separate",
     )
     require(
-        recipe.staleness.publish_every_steps == 1,
-        asked=f"{asked} with staleness.publish_every_steps={recipe.staleness.publish_every_steps}",
+        staleness.publish_every_steps == 1,
+        asked=f"{asked} with staleness.publish_every_steps={staleness.publish_every_steps}",
         found="engines drop their weights when they sleep: only a publish can wake them after a step",
         do="set staleness.publish_every_steps=1, or placement=separate",
     )
     require(
-        recipe.eval.leased_replicas == 0,
-        asked=f"{asked} with eval.leased_replicas={recipe.eval.leased_replicas}",
+        evaluation.leased_replicas == 0,
+        asked=f"{asked} with eval.leased_replicas={evaluation.leased_replicas}",
         found="an evaluation beside training needs an engine that is awake while the trainer has the devices",
         do="set eval.leased_replicas=0: evaluations come between a publish and the next step, or placement=separate",
     )

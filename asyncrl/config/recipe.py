@@ -157,7 +157,7 @@ class Recipe:
             self._check_images()
             object.__setattr__(self, "model", replace(self.model, image_directory=self.data.image_directory))
         if self.is_colocated:
-            require_turns(self)
+            require_turns(self.mode, self.rollout, self.trainer, self.weights, staleness, self.eval)
             object.__setattr__(self, "rollout", with_sleep(self.rollout))
         replays = self.trainer.router_replay == "rollout"
         asked = "trainer.router_replay=rollout" if replays else "algorithm.router_aux_coefficient"
