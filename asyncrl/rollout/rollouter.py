@@ -260,6 +260,7 @@ class Rollouter:
         return RolloutStats(
             pid=os.getpid(),
             groups=len(self._groups),
+            requests=self.client.in_flight,
             replicas=tuple(self.client.loads),
             cpu_s=cpu.user + cpu.system,
             workers_cpu_s=self._cpu.below_s(),

@@ -211,6 +211,7 @@ class RolloutStats:
 
     pid: int
     groups: int
+    requests: int
     replicas: tuple[int, ...]
     cpu_s: float
     reprefilled_tokens: int = 0

@@ -365,7 +365,7 @@ def together(stats: Sequence[RolloutStats]) -> RolloutStats:
     seconds = Counter[str]()
     for one in stats:
         seconds.update(one.replica_s)
-    summed = ("pid", "groups", "cpu_s", "workers_cpu_s", "reprefilled_tokens", "cancelled_groups")
+    summed = ("pid", "groups", "requests", "cpu_s", "workers_cpu_s", "reprefilled_tokens", "cancelled_groups")
     return replace(
         stats[0],
         **{name: sum(getattr(one, name) for one in stats) for name in summed},
