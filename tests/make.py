@@ -72,12 +72,9 @@ def queue_spec(directory: Path, **changes: Any) -> QueueSpec:
 
 def changed(spec: QueueSpec, **changes: Any) -> QueueSpec:
     """The spec with other values of these keys of its recipe."""
-    sections = ("batch", "staleness", "rollout", "algorithm")
-    keys = {
-        next(f"{s}.{name}" for s in sections if hasattr(getattr(spec.recipe, s), name)): changes[name]
-        for name in changes
-    }
-    return replace(spec, recipe=remade(spec.recipe, keys))
+    recipe, sections = spec.recipe, ("batch", "staleness", "rollout", "algorithm")
+    values = {s: {n: v for n, v in changes.items() if hasattr(getattr(recipe, s), n)} for s in sections}
+    return replace(spec, recipe=remade(recipe, values))
 
 
 def remade(record: Any, values: dict[str, Any]) -> Any:

@@ -243,7 +243,6 @@ async def is_evaluated(bench, case):
     assert not bench.source.nacks
 
 
-WAITS = ("cancelled", "stopped")
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 
 

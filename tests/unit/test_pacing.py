@@ -16,7 +16,7 @@ from asyncrl.plan.simulation import SimulatedStep, Simulation
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.queue.pacing import HISTORY_STEPS, JustInTime, Pacing, least_lead
 from asyncrl.types import LeaseManifest
-from tests.make import begun, group, planned, put, queue_spec
+from tests.make import begun, group, planned, put, queue_spec, remade
 
 RUNS = 60
 TICKS = 1000
@@ -70,12 +70,8 @@ def simulate(load: Load, pacing: Pacing) -> Outcome:
     generation = GenerationCosts(decode_step_s=decode, prompt_tokens=0, lengths=LengthCosts(quantiles=(1, 1)))
     free = PublishCosts(bytes=0, bytes_per_s=1)
     costs = CostModel(source="", generation=generation, training=TrainingCosts(token_s=0), publish=free)
-    recipe = replace(
-        RECIPE,
-        batch=replace(RECIPE.batch, groups_per_step=load.groups_per_step),
-        staleness=replace(RECIPE.staleness, max_lag=load.max_lag),
-        rollout=replace(RECIPE.rollout, torch=replace(RECIPE.rollout.torch, num_slots=most)),
-    )
+    limits = {"batch.groups_per_step": load.groups_per_step, "staleness.max_lag": load.max_lag}
+    recipe = remade(RECIPE, limits | {"rollout.torch.num_slots": most})
     return Outcome(Simulation(recipe, costs, workload=load, pacing=pacing).run(load.steps))
 
 

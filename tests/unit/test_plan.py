@@ -72,10 +72,8 @@ def test_fully_async_where_training_is_slower():
 
 
 def test_just_in_time_is_younger_at_the_same_speed():
-    eager, paced = (
-        forecast(model(training_s=5.0), "staleness.max_lag=4", f"staleness.pacing={name}")
-        for name in ("eager", "just_in_time")
-    )
+    costs, words = model(training_s=5.0), ("staleness.max_lag=4", "staleness.pacing=just_in_time")
+    eager, paced = forecast(costs, *words[:1]), forecast(costs, *words)
     assert paced.lag_mean < eager.lag_mean - 1
     assert paced.step_s == pytest.approx(eager.step_s, rel=0.02)
 
@@ -245,9 +243,8 @@ def test_a_replica_is_what_ticks_make_it(given_arrivals, given_swaps, slots, slo
 
 def drawn_recipe(mode, rolling, **of):
     """`of`: key -> value, without its section where several keys would have the same name."""
-    of["staleness.publish_every_steps"] = min(
-        of["staleness.publish_every_steps"], {"sync": 0, "one_step_off": 1}.get(mode, of["staleness.max_lag"]) + 1
-    )
+    lag, key = {"sync": 0, "one_step_off": 1}.get(mode, of["staleness.max_lag"]), "staleness.publish_every_steps"
+    of[key] = min(of[key], lag + 1)
     of |= {"mode": mode, "rollout.request_timeout_s": 1.0, "rollout.sampling.max_response_tokens": 400}
     if rolling is not None:
         of |= {"weights.rolling": True, "weights.rolling_replicas": rolling}
