@@ -8,6 +8,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -68,14 +69,15 @@ def append_line(path: Path, line: str) -> None:
         raise unwritable(path, error) from error
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Writes the file so that readers, also after a crash, find the old text or the new one. Raises StorageError."""
-    temporary = path.with_suffix(".tmp")
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes the file so that readers, also after a crash, find the old content or the new one. Raises StorageError."""
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text)
+        temporary.write_bytes(content)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise unwritable(path, error) from error
 
 

@@ -176,6 +176,7 @@ async def measure(num_replicas: int, num_rollouters: int, seconds: float, direct
         f"batch.group_size={GROUP}",
         f"rollout.num_rollouters={num_rollouters}",
         f"rollout.sampling.max_response_tokens={LONGEST}",
+        "run.max_steps=1000000",
         "observability.samples_per_step=0",
         "observability.trace_every_groups=0",
     ]
@@ -183,15 +184,7 @@ async def measure(num_replicas: int, num_rollouters: int, seconds: float, direct
     train = check_recipe(recipe, use_hub=False, trains=True).train
     actor = {"num_cpus": 0, "max_concurrency": 1000}
     synthetic = ray.remote(SyntheticReplicas).options(**actor).remote()
-    spec = QueueSpec(
-        groups_per_step=recipe.batch.groups_per_step,
-        max_lag=MAX_LAG,
-        max_groups=10**9,
-        max_attempts=3,
-        max_failed_fraction=0.1,
-        dynamic_sampling=False,
-        events_path=directory / "events.jsonl",
-    )
+    spec = QueueSpec(recipe, directory / "events.jsonl")
     made = ray.remote(untraced(MessageQueue)).options(**actor).remote(spec)
     queue: ActorClient[MessageQueue] = ActorClient(made, MESSAGE_QUEUE, is_direct=True)
     rollouters = [

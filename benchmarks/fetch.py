@@ -25,6 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
+from asyncrl.config.load import load_recipe
 from asyncrl.queue.message_queue import MessageQueue, QueueSpec
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import LeaseManifest, Segment, Trajectory, TrajectoryGroup, TrajectoryKey
@@ -46,17 +47,9 @@ def trajectory(draw: np.random.Generator, prompt: np.ndarray) -> Trajectory:
 
 
 async def leased(directory: Path, num_groups: int, group_size: int) -> tuple[MessageQueue, LeaseManifest]:
-    queue = MessageQueue(
-        QueueSpec(
-            groups_per_step=num_groups,
-            max_lag=0,
-            max_groups=num_groups,
-            max_attempts=1,
-            max_failed_fraction=0.1,
-            dynamic_sampling=False,
-            events_path=directory / "events.jsonl",
-        )
-    )
+    words = [f"batch.groups_per_step={num_groups}", "run.max_steps=1", "mode=sync"]
+    recipe = load_recipe(Path(__file__).resolve().parents[1] / "recipes" / "quickstart.yaml", words)
+    queue = MessageQueue(QueueSpec(recipe, directory / "events.jsonl"))
     draw = np.random.default_rng(0)
     for ticket in (await queue.admit(num_groups, 0)).tickets:
         prompt = draw.integers(0, 150_000, PROMPT).astype(np.int32)

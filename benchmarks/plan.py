@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a che
 
 from asyncrl.checkpoint.run_directory import git_commit, package_versions
 from asyncrl.config.load import load_recipe
-from asyncrl.plan import CostModel, Forecast, Scenario, predict, write_costs
+from asyncrl.config.recipe import Recipe
+from asyncrl.plan import CostModel, Forecast, predict, write_costs
 from asyncrl.plan.fit import Traced, costs_of_run, measured
 from asyncrl.report.run_files import RunFiles, read_run, read_spans
 from benchmarks.quickstart import RECIPES, ROOT, run
@@ -92,9 +93,9 @@ def train(configuration: Configuration, steps: int, directory: Path) -> RunFiles
     return read_run(place)
 
 
-def scenario(configuration: Configuration, cores: float | None) -> Scenario:
+def recipe_of(configuration: Configuration) -> Recipe:
     words = [f"mode={configuration.mode}", *configuration.overrides]
-    return Scenario.of(load_recipe(ROOT / RECIPES["torch"], words), cores)
+    return load_recipe(ROOT / RECIPES["torch"], words)
 
 
 def line(configuration: Configuration, real: Forecast, found: Forecast) -> str:
@@ -157,9 +158,9 @@ def main() -> None:
         for configuration in CONFIGURATIONS[: options.only]:
             done = train(configuration, options.steps, directory)
             if costs is None:
-                costs = costs_of_run(done, Traced.of(read_spans(done)), scenario(configuration, cores), cores)
+                costs = costs_of_run(done, Traced.of(read_spans(done)), recipe_of(configuration), cores)
                 costs = replace(costs, source=costs.source.replace(f"{directory}{os.sep}", ""))
-            rows.append((configuration, measured(done), predict(scenario(configuration, cores), costs)))
+            rows.append((configuration, measured(done), predict(recipe_of(configuration), costs)))
             print(line(*rows[-1]), flush=True)
     assert costs is not None, "there is a first configuration"
     text = report(rows, costs, options.steps)

@@ -25,7 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
-from asyncrl.plan import CostModel, Scenario, predict, read_costs
+from asyncrl.config.load import load_recipe
+from asyncrl.plan import CostModel, predict, read_costs
 
 ROOT = Path(__file__).resolve().parent
 COSTS = ROOT / "plans" / "verl_qwen2.5_math_7b_h20.yaml"
@@ -76,22 +77,18 @@ def costs() -> CostModel:
 def prediction(row: Published, of: CostModel, scale: int = 1, steps: int = STEPS) -> Predicted:
     """`scale`: divides replicas and groups alike, which changes nothing but the noise."""
     syncs = 1 if row.threshold is None else SYNCS
-    scenario = Scenario(
-        groups_per_step=512 // syncs // scale,
-        group_size=16,
-        max_lag=0 if row.threshold is None else round((1 + row.threshold) * SYNCS) - 1,
-        publish_every_steps=syncs,
-        empties_queue=row.threshold is None,
-        interrupt="drain" if row.threshold is None else "abort_resume",
-        on_overdue="wait" if row.threshold is None else "mask",
-        num_replicas=row.gpus[0] // GPUS_PER_REPLICA // scale,
-        decodes_at_once=256,
-        num_ranks=row.gpus[1],
-        response_limit=RESPONSE_LIMIT,
-    )
+    words = ["mode=sync"]
+    if row.threshold is not None:
+        max_lag = round((1 + row.threshold) * SYNCS) - 1
+        words = ["mode=fully_async", f"staleness.max_lag={max_lag}", "staleness.on_overdue=mask"]
+    words += [f"staleness.publish_every_steps={syncs}", "weights.overlap=false", "rollout.torch.num_slots=256"]
+    words += [f"batch.groups_per_step={512 // syncs // scale}", f"trainer.num_ranks={row.gpus[1]}"]
+    words += [f"rollout.num_replicas={row.gpus[0] // GPUS_PER_REPLICA // scale}"]
+    words += [f"rollout.sampling.max_response_tokens={RESPONSE_LIMIT}"]
+    recipe = load_recipe(ROOT.parent / "recipes" / "quickstart.yaml", words)
     training = replace(of.training, step_s=row.training_s / syncs, num_ranks=row.gpus[1])
     publish = replace(of.publish, fixed_s=row.rest_s)
-    found = predict(scenario, replace(of, training=training, publish=publish), steps // (SYNCS // syncs))
+    found = predict(recipe, replace(of, training=training, publish=publish), steps // (SYNCS // syncs))
     return Predicted(found.step_s * syncs, found.trainer_idle * found.step_s * syncs)
 
 

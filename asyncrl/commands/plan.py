@@ -30,7 +30,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.config.threads import local_cores
 from asyncrl.errors import AsyncRLError, ConfigError, RunFailed, StorageError, explain
 from asyncrl.json_records import write_json
-from asyncrl.plan import CostModel, Forecast, Row, Scenario, predict, read_costs, write_costs
+from asyncrl.plan import CostModel, Forecast, Row, predict, read_costs, write_costs
 from asyncrl.plan.fit import Traced, costs_of_run, measured
 from asyncrl.report.run_files import RunFiles, read_run, read_spans
 
@@ -145,8 +145,8 @@ def _measure(options: argparse.Namespace, run: RunFiles) -> tuple[CostModel, Run
     cores = options.cores or None
     if options.cores is None and not any(DEVICES.glob("nvidia[0-9]*")):
         cores = float(local_cores())
-    traced, scenario = Traced.of(read_spans(run)), Scenario.of(_recipe_of(run), cores)
-    return _fitting(lambda: costs_of_run(run, traced, scenario, cores), run), run
+    traced, recipe = Traced.of(read_spans(run)), _recipe_of(run)
+    return _fitting(lambda: costs_of_run(run, traced, recipe, cores), run), run
 
 
 def _fitting(fit: Callable[[], T], run: RunFiles) -> T:
@@ -172,7 +172,7 @@ def _recipe_of(run: RunFiles) -> Recipe:
 
 def _row(options: argparse.Namespace, settings: dict[str, str], costs: CostModel) -> Row:
     words = [*options.overrides, *(f"{key}={value}" for key, value in settings.items())]
-    return Row(settings, predict(Scenario.of(load_recipe(options.recipe, words), costs.cores), costs, options.steps))
+    return Row(settings, predict(load_recipe(options.recipe, words), costs, options.steps))
 
 
 def _table(rows: Sequence[Row]) -> Table:

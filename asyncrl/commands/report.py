@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.commands import plain_console, refuse
-from asyncrl.errors import AsyncRLError, unwritable
+from asyncrl.errors import AsyncRLError
+from asyncrl.json_records import replace_file
 from asyncrl.report.page_data import page_data
 from asyncrl.report.run_files import read_run, read_spans
 from asyncrl.report.trace import chrome_trace
@@ -35,10 +36,10 @@ def main(argv: list[str] | None = None) -> int:
         runs = [read_run(path) for path in options.runs]
         out = options.out or runs[0].directory / "report.html"
         data = page_data(runs)
-        write(out, page(" and ".join(run.name for run in runs), data).encode())
+        replace_file(out, page(" and ".join(run.name for run in runs), data).encode())
         if options.trace is not None:
             trace = json.dumps(chrome_trace(runs[0], read_spans(runs[0]))).encode()
-            write(options.trace, gzip.compress(trace) if options.trace.suffix == ".gz" else trace)
+            replace_file(options.trace, gzip.compress(trace) if options.trace.suffix == ".gz" else trace)
     except AsyncRLError as error:
         return refuse(f"asyncrl-report: {error}", error)
     say = plain_console().print
@@ -48,16 +49,6 @@ def main(argv: list[str] | None = None) -> int:
     for path in (out, options.trace) if options.trace else (out,):
         say(f"wrote {path}")
     return 0
-
-
-def write(out: Path, content: bytes) -> None:
-    """Writes the file atomically. Raises StorageError."""
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(out)
-    except OSError as error:
-        raise unwritable(out, error) from error
 
 
 if __name__ == "__main__":

@@ -39,11 +39,9 @@ from asyncrl.commands import (
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import load_recipe, serving_api_key
-from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import is_hub_model
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import RolloutConfig
-from asyncrl.config.run import RecoveryConfig
 from asyncrl.config.serving import ServingConfig
 from asyncrl.data.model_files import check_model, hub_facts
 from asyncrl.driver.cluster.fork_server import ForkServer
@@ -69,21 +67,18 @@ _SERVING = ("rollout.poll_interval_s=0.01", "rollout.vllm.stream_interval=1", "r
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A checked service; `listener` is bound to its port. `is_local`: only this machine can connect."""
+    """A checked service; `listener` is bound to its port, at `address`."""
 
     config: ServingConfig
-    model: ModelConfig
-    rollout: RolloutConfig
-    recovery: RecoveryConfig
+    recipe: Recipe
     text: ModelText
     listener: socket.socket
     log_file: Path
     address: str
-    is_local: bool
 
     @property
     def name(self) -> str:
-        return self.config.model_name or self.model.path
+        return self.config.model_name or self.recipe.model.path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,14 +96,15 @@ def _main(arguments: argparse.Namespace, forks: ForkServer) -> int:
     except ConfigError as e:
         return refuse(f"asyncrl-serve: this model cannot be served\n{e}", e)
 
+    from asyncrl.chat.server import is_local
     from asyncrl.observability.logs import configure_driver
 
     configure_driver(service.log_file, console, Hidden())
     say = plain_console().print
     say(f"asyncrl-serve {service.name}", style="bold")
-    engine, count = service.rollout.engine, service.rollout.num_replicas
-    say(f"  starting {count} {engine} replica(s); log {service.log_file}")
-    if not service.is_local and service.config.api_key is None:
+    rollout = service.recipe.rollout
+    say(f"  starting {rollout.num_replicas} {rollout.engine} replica(s); log {service.log_file}")
+    if not is_local(service.listener) and service.config.api_key is None:
         logger.warning("%s is open to every machine that can reach it: set --api-key", service.address)
     try:
         number = run(service, forks)
@@ -134,7 +130,7 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
         found = f"{config.discovery_file.absolute().parent} is no directory"
         raise ConfigError(explain(f"--discovery-file {config.discovery_file}", found, "create it, or name another"))
 
-    from asyncrl.chat.server import address_of, bind, is_local
+    from asyncrl.chat.server import address_of, bind
     from asyncrl.serving.model_text import ModelText
 
     facts = facts if facts.is_local else hub_facts(model)
@@ -142,8 +138,7 @@ def prepare(config: ServingConfig, recipe: Recipe) -> Service:
     text = ModelText.of(model, rollout, facts.vocab_size)
     listener = bind(config.host, config.port, keys="--")
     log = (config.log_file or new_log("asyncrl-serve")).absolute()
-    address, local = address_of(listener), is_local(listener)
-    return Service(config, model, rollout, recipe.recovery, text, listener, log, address, local)
+    return Service(config, recipe, text, listener, log, address_of(listener))
 
 
 def run(service: Service, forks: ForkServer) -> int:
@@ -151,7 +146,7 @@ def run(service: Service, forks: ForkServer) -> int:
     from asyncrl.driver.cluster.ray_session import ray_cluster
 
     with ray_cluster(None, service.log_file, forks=forks) as cluster:
-        return asyncio.run(_run(service, cluster.engine_environment(service.rollout.engine)))
+        return asyncio.run(_run(service, cluster.engine_environment(service.recipe.rollout.engine)))
 
 
 async def _run(service: Service, environment: Mapping[str, str]) -> int:
@@ -159,10 +154,9 @@ async def _run(service: Service, environment: Mapping[str, str]) -> int:
 
     stopped = asyncio.Event()
     signals = at_signals(stopped.set)
+    model, rollout, recovery = service.recipe.model, service.recipe.rollout, service.recipe.recovery
     start_s = service.config.start_timeout_s
-    replicas = standalone_pool(
-        service.model, service.rollout, service.recovery, environment=environment, start_timeout_s=start_s
-    )
+    replicas = standalone_pool(model, rollout, recovery, environment=environment, start_timeout_s=start_s)
     stop = asyncio.create_task(stopped.wait(), name="stop")
     try:
         started = asyncio.create_task(replicas.start(), name="start")
@@ -175,12 +169,12 @@ async def _run(service: Service, environment: Mapping[str, str]) -> int:
         return signals[0]
     finally:
         stop.cancel()
-        await replicas.stop(ENGINES[service.rollout.engine].stop_timeout_s)
+        await replicas.stop(ENGINES[rollout.engine].stop_timeout_s)
 
 
 async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any]) -> None:
     """Serves until `stop` is done. Raises the error that ended the replicas or the HTTP server."""
-    from asyncrl.chat.server import serve_until
+    from asyncrl.chat.server import is_local, serve_until
     from asyncrl.driver.fleet.actor_channels import channels
     from asyncrl.rollout.generation import GenerationClient
     from asyncrl.serving.app import Api, ServedModel
@@ -188,7 +182,7 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
     from asyncrl.serving.fleet import Fleet
     from asyncrl.serving.metrics import ServingMetrics
 
-    config, rollout = service.config, service.rollout
+    config, rollout = service.config, service.recipe.rollout
     name = f"serve-{os.getpid()}"
     # Phase 1: route requests by the pool's table.
     client = GenerationClient(
@@ -197,7 +191,7 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
         request_timeout_s=config.request_timeout_s + 60,  # the server's own deadline comes first: its error says more
         poll_interval_s=rollout.poll_every_s,
         waits_for_replacements=True,
-        max_lost=service.recovery.replicas_per_response(rollout.num_replicas),
+        max_lost=service.recipe.recovery.replicas_per_response(rollout.num_replicas),
     )
 
     async def route(table: ReplicaTable) -> None:
@@ -219,7 +213,7 @@ async def _serve(service: Service, replicas: ReplicaPool, stop: asyncio.Task[Any
         api_key=config.api_key,
         request_timeout_s=config.request_timeout_s,
         max_requests=config.max_requests,
-        local_only=service.is_local and config.api_key is None,
+        local_only=is_local(service.listener) and config.api_key is None,
     )
     server = api.server(math.ceil(config.stop_timeout_s))
     # Phase 3: serve until `stop`, or until the fleet or the server fails.

@@ -88,7 +88,7 @@ class Recipe:
         if self.rollout.engine == "vllm":
             of_model = "model.inference_dtype"
             self.rollout.vllm.check_dtype(self.model.inference_dtype, key="rollout.vllm", dtype_key=of_model)
-        trajectories = batch.groups_per_step * batch.group_size
+        trajectories = batch.num_trajectories
         require(
             self.eval.leased_replicas < self.rollout.num_replicas,
             asked=f"eval.leased_replicas={self.eval.leased_replicas} of rollout.num_replicas="
@@ -498,7 +498,7 @@ def nearest_batches(recipe: Recipe) -> str:
     """Advice: the nearest settings whose trajectories divide evenly over the data-parallel ranks."""
     batch, trainer = recipe.batch, recipe.trainer
     copies, plans = trainer.num_ranks // trainer.layout.num_plans, trainer.layout.num_plans
-    whole = batch.groups_per_step * batch.group_size
+    whole = batch.num_trajectories
     unit = plans // math.gcd(plans, batch.group_size)
     ranks = [copies * n for n in range(1, 2 * plans + 1) if whole % n == 0]
     found = {

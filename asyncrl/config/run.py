@@ -78,6 +78,11 @@ class BatchConfig:
             do="set batch.num_minibatches between 1 and batch.groups_per_step",
         )
 
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories that one step trains."""
+        return self.groups_per_step * self.group_size
+
 
 @section("checkpoint.")
 class CheckpointConfig:

@@ -10,16 +10,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import ConfigError, DataError, explain
 from asyncrl.types.images import FIRST_ID, IN_TEXT, KEY_TOKENS, ImageStore, image_ids
-
-if TYPE_CHECKING:
-    pass
 
 MAX_PIXELS = 1 << 26
 FETCH_S = 30.0

@@ -206,11 +206,6 @@ class RenderedCalls:
         texts = [(self.one, [_CALL])] if self.two is None else [(self.one, [_CALL]), (self.two, [_CALL, _CALL])]
         return all(parse(text, [_SIGNATURE]) == calls for text, calls in texts)
 
-    @property
-    def is_usual(self) -> bool:
-        """True if the message was as clients send it."""
-        return self.content is not None and not self.arguments_are_text
-
     def takes(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message in the form in which the template writes its calls."""
         if not message.get("tool_calls"):

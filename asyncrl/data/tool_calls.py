@@ -135,13 +135,6 @@ def parser_for(name: str, template: str) -> CallParser:
     return _calls_of(template)[0] or "hermes"
 
 
-def format_of(template: str) -> CallParser | None:
-    """The format in which a chat template writes the calls of messages as clients send them: with a text, which may be
-    empty, and arguments as an object. None if it writes none, or one that cannot be read."""
-    found, rendered = _calls_of(template)
-    return found if rendered is not None and rendered.is_usual else None
-
-
 @cache
 def _calls_of(template: str) -> tuple[CallParser | None, RenderedCalls | None]:
     """The format of a template's calls, of messages in any form, and the calls from which it is known."""

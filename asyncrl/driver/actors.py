@@ -240,22 +240,7 @@ class Actors:
         )
 
     def _new_queue(self) -> ActorClient[MessageQueue]:
-        recipe = self._recipe
-        spec = QueueSpec(
-            groups_per_step=recipe.batch.groups_per_step,
-            max_lag=recipe.max_lag,
-            max_groups=recipe.run.max_steps * recipe.batch.groups_per_step,
-            max_attempts=recipe.rollout.max_attempts,
-            max_failed_fraction=recipe.rollout.max_failed_fraction,
-            failed_window=recipe.rollout.failed_window,
-            dynamic_sampling=recipe.algorithm.dynamic_sampling,
-            max_filtered_fraction=recipe.algorithm.max_filtered_fraction,
-            filtered_window=recipe.algorithm.filtered_window,
-            on_overdue=recipe.staleness.on_overdue,
-            events_path=self._spec.directory.events,
-            pacing=recipe.pacing,
-            hide=self._spec.hide,
-        )
+        spec = QueueSpec(self._recipe, self._spec.directory.events, self._spec.hide)
         self.queue_writer = spec.writer
         handle = ray.remote(untraced(MessageQueue)).options(**self._on_driver).remote(spec)
         return ActorClient(handle, MESSAGE_QUEUE, is_direct=True)

@@ -6,22 +6,21 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.checkpoint.digests import FileDigest
-from asyncrl.checkpoint.store import CheckpointStore, RunState
+from asyncrl.checkpoint.store import RunState
 from asyncrl.config.run import CheckpointConfig
 from asyncrl.errors import DeadlineExceeded, ProcessDied, StorageError, explain
 from asyncrl.queue.message_queue import MessageQueue
-from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
+from asyncrl.remote.actor_client import CALL_TIMEOUT_S
 from asyncrl.remote.tasks import cancel
-from asyncrl.types import PartialGroup
-from asyncrl.types.events import CheckpointFailed, CheckpointLate, CheckpointSaved, Event
+from asyncrl.types.events import CheckpointFailed, CheckpointLate, CheckpointSaved
 
 if TYPE_CHECKING:  # the writer is tested without Ray
-    from asyncrl.driver.fleet.trainer_pool import TrainerPool
+    from asyncrl.driver.interfaces import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -51,25 +50,10 @@ class CheckpointWriter:
     consecutive failures.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        store: CheckpointStore,
-        partials: Callable[[float], Awaitable[list[PartialGroup]]],
-        queue: ActorClient[MessageQueue],
-        trainers: TrainerPool,
-        *,
-        on_event: Callable[[Event], None],
-    ) -> None:
-        """
-        Args:
-            partials: returns the running groups of all rollouters within the given seconds.
-            on_event: `EventLog.write`.
-        """
+    def __init__(self, config: CheckpointConfig, parts: Parts) -> None:
         self._config = config
-        self._store = store
-        self._partials, self._queue, self._trainers = partials, queue, trainers
-        self._on_event = on_event
+        self._store, self._events = parts.checkpoints, parts.events
+        self._rollouter, self._queue, self._trainers = parts.rollouter, parts.queue, parts.trainers
         self._writing: asyncio.Task[None] | None = None
         self._failures = 0
         self.last_step = -1
@@ -80,7 +64,7 @@ class CheckpointWriter:
         """Captures the run between two steps; returns when training may continue. Raises the error of a part."""
         await self.settle()
         started = time.monotonic()
-        partials = await self._partials(CAPTURE_TIMEOUT_S)
+        partials = await self._rollouter.partials(CAPTURE_TIMEOUT_S)
         await self._queue.call(CALL_TIMEOUT_S, MessageQueue.capture, partials)
         await self._trainers.capture()
         self.last_step = state.global_steps
@@ -120,7 +104,7 @@ class CheckpointWriter:
         except (ProcessDied, DeadlineExceeded):
             raise
         except Exception as error:  # task boundary: counted, and raised when too many
-            self._on_event(CheckpointFailed(state.global_steps, f"{type(error).__name__}: {error}"))
+            self._events.write(CheckpointFailed(state.global_steps, f"{type(error).__name__}: {error}"))
             # The failure is tolerated until the budget of consecutive failures is spent.
             logger.warning("checkpoint of step %d was not written: %s", state.global_steps, error)
             self._failures += 1
@@ -133,7 +117,7 @@ class CheckpointWriter:
         else:
             self._failures = 0
             took_s = time.monotonic() - started
-            self._on_event(CheckpointSaved(state.global_steps, path.name, save_s=took_s, capture_s=capture_s))
+            self._events.write(CheckpointSaved(state.global_steps, path.name, save_s=took_s, capture_s=capture_s))
         finally:
             if temporary is not None:
                 self._store.discard(temporary)  # unless it was renamed
@@ -165,7 +149,7 @@ class CheckpointWriter:
                 if self._failures >= self._config.max_failures:
                     raise late
                 self._failures += 1
-                self._on_event(CheckpointLate(state.global_steps, f"{type(late).__name__}: {late}"))
+                self._events.write(CheckpointLate(state.global_steps, f"{type(late).__name__}: {late}"))
                 logger.warning("checkpoint of step %d is late: %s", state.global_steps, late)
         finally:
             await cancel(parts)

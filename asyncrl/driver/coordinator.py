@@ -92,14 +92,7 @@ class Coordinator:
         self.step = 0
         """`global_steps`: optimizer steps completed."""
         self._clock = StepClock(elapsed_s)
-        self._writer = CheckpointWriter(
-            recipe.checkpoint,
-            parts.checkpoints,
-            parts.rollouter.partials,
-            parts.queue,
-            parts.trainers,
-            on_event=parts.events.write,
-        )
+        self._writer = CheckpointWriter(recipe.checkpoint, parts)
         self._planner = StepPlanner(recipe)
         self._next_step = NextStep(parts, self._planner)
         self._staleness = StalenessPolicy(recipe.batch.groups_per_step, recipe.max_lag)

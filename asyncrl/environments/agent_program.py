@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from asyncrl.environments.environment import Task
 from asyncrl.errors import Process, ProcessDied, explain
+from asyncrl.remote.tasks import kept
 from asyncrl.workers.orphan_reaper import OrphanReaper
 from asyncrl.workers.sandbox.process_tree import kill_group
 
@@ -111,9 +112,7 @@ class AgentProgram:
 
     def _leave(self, process: asyncio.subprocess.Process) -> None:
         """Ends the process and its group without waiting: the cancellation of a trajectory may take only a second."""
-        ending = asyncio.create_task(self._end(process), name=f"end of agent {process.pid}")
-        self._endings.add(ending)
-        ending.add_done_callback(self._endings.discard)
+        kept(self._endings, self._end(process), f"end of agent {process.pid}")
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from asyncrl.config.environments import GymnasiumConfig, OpenEnvConfig
 from asyncrl.data.rows import PromptRow
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.environment import Session, Task, TrajectoryLimits
@@ -27,17 +27,9 @@ class Episode(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeRules:
-    """`reward`: how the rewards of the actions make the reward of the trajectory."""
-
-    max_turns: int
-    max_observation_tokens: int
-    reward: Literal["sum", "final"]
-    limits: TrajectoryLimits
-
-
-async def play(episode: Episode, task: Task, session: Session, rules: EpisodeRules) -> Trajectory:
+async def play(
+    episode: Episode, task: Task, session: Session, config: GymnasiumConfig | OpenEnvConfig, limits: TrajectoryLimits
+) -> Trajectory:
     """The trajectory of one episode. Its prompt is the row's, with the first observation appended.
 
     An episode cut off by a limit (of turns, of the trajectory, of one response) has finish_reason "length" and the
@@ -48,17 +40,16 @@ async def play(episode: Episode, task: Task, session: Session, rules: EpisodeRul
     the messages; the episode's errors.
     """
     chat, first = session.chat, await episode.reset()
-    prompt_ids = chat.prompt(_opening(task.row, for_policy(chat, first.text, rules.max_observation_tokens)))
+    prompt_ids = chat.prompt(_opening(task.row, for_policy(chat, first.text, config.max_observation_tokens)))
     conversation, rewards, refused, ended, cut = Conversation(prompt_ids), [], 0, first.ended, False
-    if rules.limits.room(len(prompt_ids), 0) < 1:
+    if limits.room(len(prompt_ids), 0) < 1:
         found = f"its prompt with the first observation has {len(prompt_ids)} tokens, which leaves none for a response"
         do = "lower max_observation_tokens, or raise the engine's max_model_len and trainer.max_tokens_per_microbatch"
         raise GenerationError(explain(f"an episode for {task.row.origin}", found, do))
     # A turn: the policy's response, the environment's observation, and the check that another turn fits.
     while True:
-        made = await session.generate(
-            conversation.token_ids, rules.limits.room(len(prompt_ids), conversation.num_response_tokens)
-        )
+        room = limits.room(len(prompt_ids), conversation.num_response_tokens)
+        made = await session.generate(conversation.token_ids, room)
         conversation.add_response(made)
         if made.finish_reason == "length" or ended:
             break
@@ -68,14 +59,14 @@ async def play(episode: Episode, task: Task, session: Session, rules: EpisodeRul
         ended = seen.ended
         if ended:
             break
-        text = for_policy(chat, seen.text, rules.max_observation_tokens)
+        text = for_policy(chat, seen.text, config.max_observation_tokens)
         ids = chat.next_turn(made.token_ids, [{"role": "user", "content": text}])
-        room = rules.limits.room(len(prompt_ids), conversation.num_response_tokens)
-        cut = conversation.num_turns == rules.max_turns or room <= len(ids)
+        room = limits.room(len(prompt_ids), conversation.num_response_tokens)
+        cut = conversation.num_turns == config.max_turns or room <= len(ids)
         if cut:
             break
         conversation.add_environment(ids)
-    reward = sum(rewards) if rules.reward == "sum" else (rewards or [0.0])[-1]
+    reward = sum(rewards) if config.reward == "sum" else (rewards or [0.0])[-1]
     parts = ("episode_ended", float(ended)), ("refused_actions", float(refused))
     return conversation.trajectory(RewardResult(reward), parts=parts, cut=cut)
 

@@ -11,7 +11,7 @@ from asyncrl.config.environments import GymnasiumConfig
 from asyncrl.config.recipe import Recipe
 from asyncrl.environments.custom import require_package_of
 from asyncrl.environments.environment import Session, Task, limits_of
-from asyncrl.environments.episode import EpisodeRules, play, setting_of
+from asyncrl.environments.episode import play, setting_of
 from asyncrl.environments.gymnasium_worker import GymnasiumRequest, make_checked
 from asyncrl.environments.observation import EnvironmentReply
 from asyncrl.errors import ConfigError, explain
@@ -40,8 +40,8 @@ class GymnasiumEnvironment:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        config = recipe.rollout.gymnasium
-        self._rules = EpisodeRules(config.max_turns, config.max_observation_tokens, config.reward, limits_of(recipe))
+        self._config = config = recipe.rollout.gymnasium
+        self._limits = limits_of(recipe)
         images = recipe.model.image_directory is not None
         processes = (_EpisodeProcess(config, recipe.ray.start_timeout_s, images=images) for _ in range(config.workers))
         self._processes = tuple(processes)
@@ -68,7 +68,7 @@ class GymnasiumEnvironment:
         episode = _GymnasiumEpisode(next(self._episodes), process, task)
         process.episodes.add(episode.number)
         try:
-            return await play(episode, task, session, self._rules)
+            return await play(episode, task, session, self._config, self._limits)
         finally:
             process.episodes.discard(episode.number)
             process.finished.append(episode.number)

@@ -17,7 +17,7 @@ from asyncrl.config.recipe import Recipe
 from asyncrl.data.images import shown
 from asyncrl.environments.custom import require_package_of
 from asyncrl.environments.environment import Session, Task, limits_of
-from asyncrl.environments.episode import EpisodeRules, play, setting_of
+from asyncrl.environments.episode import play, setting_of
 from asyncrl.environments.observation import MAX_TEXT_CHARS, EnvironmentReply, last_tagged
 from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError, Process, explain
 from asyncrl.types import Trajectory
@@ -43,7 +43,7 @@ class OpenEnvEnvironment:
 
     def __init__(self, recipe: Recipe) -> None:
         self._config = config = recipe.rollout.openenv
-        self._rules = EpisodeRules(config.max_turns, config.max_observation_tokens, config.reward, limits_of(recipe))
+        self._limits = limits_of(recipe)
         self._places = asyncio.Semaphore(config.max_sessions)
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -68,7 +68,7 @@ class OpenEnvEnvironment:
         episode = _OpenEnvEpisode(self._config, setting_of(task, "seed", int, task.ordinal))
         await self._places.acquire()
         try:
-            return await play(episode, task, session, self._rules)
+            return await play(episode, task, session, self._config, self._limits)
         finally:
             # the cancellation of a trajectory may take only a second; the place is free once the server's session is
             leaving = asyncio.create_task(episode.leave(), name="end of a session of OpenEnv")

@@ -80,7 +80,7 @@ class Toolbox:
         known = [tool.name for tool in self.signatures]
         if call.name not in known:
             return no_such_tool(call.name, known)
-        return await self._pool.call(call.name, call.arguments)
+        return await self._pool.run(call.name, call.arguments)
 
 
 def _all_named_once(tools: Sequence[ToolDescription]) -> Sequence[ToolDescription]:
@@ -99,13 +99,11 @@ def _signatures(tools: Sequence[ToolDescription]) -> tuple[ToolSignature, ...]:
 # Tools in worker processes.
 
 
-class ToolPool:
-    """Owns the tool processes. Errors of a call become text for the policy. `workers` counts killed and dead
-    processes."""
+class ToolPool(WorkerPool):
+    """A `WorkerPool` whose calls are tools. Errors of a call become text for the policy."""
 
     def __init__(self, config: ToolUseConfig, *, start_timeout_s: float = 60.0) -> None:
-        self._timeout_s = config.tool_timeout_s
-        self.workers = WorkerPool(
+        super().__init__(
             WorkerSpec(
                 name="tool process",
                 module="asyncrl.environments.tools.tool_worker",
@@ -120,21 +118,13 @@ class ToolPool:
             )
         )
 
-    async def start(self) -> None:
-        """Raises ConfigError: a tool cannot be started there; ProcessDied, DeadlineExceeded."""
-        await self.workers.start()
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def run(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Raises ProcessDied: no process is available, or the pool was closed."""
         try:
-            return await self.workers.call((name, arguments), f"a call of tool {name}")
+            return await self.call((name, arguments), f"a call of tool {name}")
         except DeadlineExceeded:
-            return ToolResult(f"Error: {name} took more than {self._timeout_s:g} s", failed=True)
+            return ToolResult(f"Error: {name} took more than {self._spec.timeout_s:g} s", failed=True)
         except ProcessDied:
-            if self.workers.refuses:
+            if self.refuses:
                 raise
             return ToolResult(f"Error: {name} ended without a result", failed=True)
-
-    async def close(self) -> None:
-        """Ends all processes. Idempotent."""
-        await self.workers.close()

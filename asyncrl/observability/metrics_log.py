@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl.json_records import append_line, replace_text, write_json
+from asyncrl.json_records import append_line, replace_file, write_json
 from asyncrl.observability.sinks.sink_thread import SinkFeed
 from asyncrl.types.metrics import FAMILIES, REQUIRED, Metric, Record
 
@@ -43,7 +43,7 @@ class MetricsLog:
         if not self._path.exists():
             return
         kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= step]
-        replace_text(self._path, "".join(line + "\n" for line in kept))
+        replace_file(self._path, "".join(line + "\n" for line in kept).encode())
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -5,6 +5,5 @@ Runs in: its own command.
 
 from asyncrl.plan.costs import CostModel, read_costs, write_costs
 from asyncrl.plan.forecast import Forecast, Row, predict
-from asyncrl.plan.scenario import Scenario
 
-__all__ = ["CostModel", "Forecast", "Row", "Scenario", "predict", "read_costs", "write_costs"]
+__all__ = ["CostModel", "Forecast", "Row", "predict", "read_costs", "write_costs"]

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, explain
 from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishCosts, TrainingCosts
 from asyncrl.plan.forecast import WARM_UP_SHARE, Forecast, num_steps
-from asyncrl.plan.scenario import Scenario
-from asyncrl.plan.simulation import SimulatedStep, Simulation
+from asyncrl.plan.simulation import SimulatedStep, Simulation, check_modelled, threads_of
 from asyncrl.report.run_files import Line, RunFiles
 from asyncrl.types.events import WeightsPublished
 from asyncrl.types.metrics import Metric
@@ -117,44 +117,44 @@ def measured(run: RunFiles) -> Forecast:
     )
 
 
-def costs_of_run(run: RunFiles, traced: Traced, scenario: Scenario, cores: float | None) -> CostModel:
+def costs_of_run(run: RunFiles, traced: Traced, recipe: Recipe, cores: float | None) -> CostModel:
     """The costs that reproduce the run's own times.
 
     Args:
-        scenario: of the run's recipe.
+        recipe: of the run.
         cores: shared by its trainer ranks and replicas; None: each had its own.
 
-    Raises ConfigError if the run is too short, has published nothing, or recorded too few requests.
+    Raises ConfigError if the run is too short, has published nothing, recorded too few requests, or is not modelled.
     """
+    check_modelled(recipe)
     begun, late = late_steps(run)
     costs = CostModel(
         source=f"asyncrl-plan --from-run {run.directory}, {len(late)} steps",
-        generation=_generation(run, traced, scenario, begun, late),
-        training=_training(late, scenario),
-        publish=_publish(run, scenario),
+        generation=_generation(run, traced, recipe, begun, late),
+        training=_training(late, recipe, cores),
+        publish=_publish(run, recipe),
         reward_s=fmean(traced.rests_s),
-        loop_s=_loop_s(begun, late, scenario),
+        loop_s=_loop_s(begun, late, recipe),
         filtered_share=late[-1].get(Metric.FILTERED_SHARE) or 0.0,
         cores=cores,
-        rollouter_s=_cpu_s(late, Metric.CPU_ROLLOUTER) / scenario.samples_per_step,
-        beside_s=_cpu_s(late, *BESIDE) / scenario.samples_per_step,
+        rollouter_s=_cpu_s(late, Metric.CPU_ROLLOUTER) / recipe.batch.num_trajectories,
+        beside_s=_cpu_s(late, *BESIDE) / recipe.batch.num_trajectories,
     )
-    return costs if cores is None else uncontended(costs, late, scenario)
+    return costs if cores is None else uncontended(costs, late, recipe)
 
 
-def _training(late: Sequence[Line], scenario: Scenario) -> TrainingCosts:
+def _training(late: Sequence[Line], recipe: Recipe, cores: float | None) -> TrainingCosts:
     """A straight line through (tokens, seconds) of the steps; through the origin if their tokens hardly differ."""
     seconds = [line.get(Metric.TRAIN_TIME) or 0.0 for line in late]
     tokens = [(line.get(Metric.TRAIN_SPEED) or 0.0) * s for line, s in zip(late, seconds, strict=True)]
     step_s, token_s = _fit(np.column_stack([np.ones(len(tokens)), tokens]), np.asarray(seconds))
     if np.std(tokens) < 0.05 * np.mean(tokens):
         step_s, token_s = 0.0, sum(seconds) / max(1.0, sum(tokens))
-    return TrainingCosts(
-        step_s=step_s, token_s=token_s, num_ranks=scenario.num_ranks, num_threads=scenario.num_threads or 1
-    )
+    threads = threads_of(recipe, cores) or 1
+    return TrainingCosts(step_s=step_s, token_s=token_s, num_ranks=recipe.trainer.num_ranks, num_threads=threads)
 
 
-def _publish(run: RunFiles, scenario: Scenario) -> PublishCosts:
+def _publish(run: RunFiles, recipe: Recipe) -> PublishCosts:
     """Medians over the publishes. The first, which compares digests, counts only if it is the only one."""
     found = run.of_kind(WeightsPublished.kind)
     if not found:
@@ -164,8 +164,8 @@ def _publish(run: RunFiles, scenario: Scenario) -> PublishCosts:
     transfer_s = max(1e-6, median(event["transfer_s"] for event in found))
     rests = [max(0.0, event["publish_s"] - event["transfer_s"]) for event in found]
     # If publishes wait for responses, the shortest is closest to the cost of the publish itself.
-    waits = scenario.interrupt == "drain" and not scenario.empties_queue
-    waves = 1 if scenario.rolling_replicas is None else -(-scenario.num_replicas // scenario.rolling_replicas)
+    waits = recipe.interrupt == "drain" and not recipe.empties_queue
+    waves = -(-recipe.rollout.num_replicas // recipe.weights.rolling_replicas) if recipe.rolls_publish else 1
     paused = median(event["publish_s"] - event["pause_s"] for event in found) if waves == 1 and not waits else 0.0
     nbytes = float(found[-1]["bytes"])
     return PublishCosts(
@@ -188,10 +188,10 @@ def _cpu_s(late: Sequence[Line], *metrics: Metric) -> float:
     return seconds
 
 
-def _loop_s(begun: Line, late: Sequence[Line], scenario: Scenario) -> float:
+def _loop_s(begun: Line, late: Sequence[Line], recipe: Recipe) -> float:
     """Seconds of the loop per step. With publishes during training, they include the copy of the weights."""
     causes = [Metric.TRAINER_PLANNING, Metric.TRAINER_CHECKPOINT]
-    causes += [Metric.TRAINER_PUBLISH] if scenario.overlaps_publish else []
+    causes += [Metric.TRAINER_PUBLISH] if recipe.overlaps_publish else []
     return fmean(wall_s * sum(line.get(cause) or 0.0 for cause in causes) for wall_s, line in _walls(begun, late))
 
 
@@ -201,9 +201,7 @@ def _walls(begun: Line, late: Sequence[Line]) -> Iterator[tuple[float, Line]]:
         yield max(0.0, (line.get(Metric.TIME) or 0.0) - (before.get(Metric.TIME) or 0.0)), line
 
 
-def _generation(
-    run: RunFiles, traced: Traced, scenario: Scenario, begun: Line, late: Sequence[Line]
-) -> GenerationCosts:
+def _generation(run: RunFiles, traced: Traced, recipe: Recipe, begun: Line, late: Sequence[Line]) -> GenerationCosts:
     requests = [r for r in traced.requests if r.tokens > 0 and r.stop > r.start]
     if len(requests) < FEWEST_REQUESTS:
         found = f"spans.jsonl has {len(requests)} requests, and {FEWEST_REQUESTS} are needed"
@@ -211,13 +209,13 @@ def _generation(
         raise ConfigError(explain(f"the costs of generation in {run.directory}", found, do))
     # Only every `trace_every_groups`-th group is traced: scale the traced neighbours up.
     every = max(1, int(run.settings.get("observability.trace_every_groups") or 1))
-    shared = np.minimum(every * _neighbours(requests), scenario.samples_per_step * (scenario.max_lag + 1))
-    slots = scenario.decodes_at_once
+    shared = np.minimum(every * _neighbours(requests), recipe.batch.num_trajectories * (recipe.max_lag + 1))
+    slots = recipe.rollout.settings.decodes_at_once
     tokens = np.asarray([r.tokens for r in requests], float) * np.maximum(1.0, shared / slots)
     seconds = _without_publishes(requests, run)
     decoding = np.minimum(shared, slots)
     latency_s, token_s, shared_s = _fit(np.column_stack([np.ones(len(tokens)), tokens, tokens * decoding]), seconds)
-    if counted := _decode_step(begun, late, scenario):
+    if counted := _decode_step(begun, late, recipe):
         token_s, shared_s = counted
     # Express the fit as two points of the decode step: 1 request and the most that were seen.
     most = max(2, round(float(decoding.max())))
@@ -226,28 +224,28 @@ def _generation(
     quantiles = np.quantile(traced.lengths, np.linspace(0, 1, NUM_QUANTILES))
     return GenerationCosts(
         decode_step_s=((1, max(1e-9, token_s + shared_s)), (most, max(1e-9, token_s + shared_s * most))),
-        prompt_tokens=max(0.0, packed / scenario.num_epochs / scenario.samples_per_step - response),
+        prompt_tokens=max(0.0, packed / recipe.batch.num_epochs / recipe.batch.num_trajectories - response),
         lengths=LengthCosts(quantiles=tuple(float(q) for q in quantiles)),
         latency_s=latency_s,
     )
 
 
-def _decode_step(begun: Line, late: Sequence[Line], scenario: Scenario) -> tuple[float, ...] | None:
+def _decode_step(begun: Line, late: Sequence[Line], recipe: Recipe) -> tuple[float, ...] | None:
     """Seconds of a decode step and of each of its tokens; None if the engine does not count its steps."""
     rows = []
     for wall_s, line in _walls(begun, late):
         if batch := line.get(Metric.DECODE_BATCH):
             tokens = (line.get(Metric.ROLLOUT_SPEED) or 0.0) * wall_s
-            rows.append((tokens / batch, tokens, _busy_share(line, scenario) * wall_s))
+            rows.append((tokens / batch, tokens, _busy_share(line, recipe) * wall_s))
     if len(rows) < FEWEST_STEPS:
         return None
     steps, tokens, busy_s = np.asarray(rows).T
     return _fit(np.column_stack([steps, tokens]), busy_s)
 
 
-def _busy_share(line: Line, scenario: Scenario) -> float:
+def _busy_share(line: Line, recipe: Recipe) -> float:
     """Mean number of busy replicas during the step."""
-    replicas = max(line.get(Metric.PUBLISH_REPLICAS) or 0, scenario.num_replicas)  # more may have joined
+    replicas = max(line.get(Metric.PUBLISH_REPLICAS) or 0, recipe.rollout.num_replicas)  # more may have joined
     return (1.0 - (line.get(Metric.IDLE_ROLLOUT) or 0.0)) * replicas
 
 
@@ -305,7 +303,7 @@ def _fit(columns: np.ndarray, values: np.ndarray) -> tuple[float, ...]:
     return tuple(float(value) for value in best)
 
 
-def uncontended(costs: CostModel, late: Sequence[Line], scenario: Scenario) -> CostModel:
+def uncontended(costs: CostModel, late: Sequence[Line], recipe: Recipe) -> CostModel:
     """The costs without the slowdown by shared cores. A simulation that includes the slowdown then reproduces the run's
     times of training and decoding.
 
@@ -316,19 +314,19 @@ def uncontended(costs: CostModel, late: Sequence[Line], scenario: Scenario) -> C
         late: lines of metrics.jsonl after the warm-up.
     """
     # Fixed-point iteration: simulate, compare with the run, rescale the costs.
-    in_turn = scenario.max_lag == 0
+    in_turn = recipe.max_lag == 0
     trained_s = fmean(line.get(Metric.TRAIN_TIME) or 0.0 for line in late)
     waited = fmean(line.get(Metric.IDLE_TRAINER) or 0.0 for line in late)
     speed = fmean(line.get(Metric.ROLLOUT_SPEED) or 0.0 for line in late)
-    speed /= max(1e-9, fmean(_busy_share(line, scenario) for line in late))
+    speed /= max(1e-9, fmean(_busy_share(line, recipe) for line in late))
     for _ in range(_ROUNDS):
-        steps = _late_steps(scenario, replace(costs, rollouter_s=0.0, beside_s=0.0) if in_turn else costs)
+        steps = _late_steps(recipe, replace(costs, rollouter_s=0.0, beside_s=0.0) if in_turn else costs)
         late_s = fmean(step.computed - step.leased for step in steps[1:])
         busy_s = steps[-1].busy_s - steps[0].busy_s
         simulated = sum(step.tokens + step.masked for step in steps[1:]) / max(1e-9, busy_s)
         costs = _scaled(costs, trained_s / late_s if late_s else 1.0, simulated / speed if speed else 1.0)
         if in_turn:
-            steps = _late_steps(scenario, costs)
+            steps = _late_steps(recipe, costs)
             waited_s = fmean(step.waited_s for step in steps[1:])
             rest_s = (steps[-1].ended - steps[0].ended) / (len(steps) - 1) - waited_s
             later_s = costs.generation.latency_s + rest_s * waited / max(1e-9, 1.0 - waited) - waited_s
@@ -336,9 +334,9 @@ def uncontended(costs: CostModel, late: Sequence[Line], scenario: Scenario) -> C
     return costs
 
 
-def _late_steps(scenario: Scenario, costs: CostModel) -> list[SimulatedStep]:
+def _late_steps(recipe: Recipe, costs: CostModel) -> list[SimulatedStep]:
     """The last step of the warm-up and the steps after it."""
-    steps = Simulation(scenario, costs).run(num_steps(scenario))
+    steps = Simulation(recipe, costs).run(num_steps(recipe))
     return steps[max(1, int(WARM_UP_SHARE * len(steps))) - 1 :]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncrl.config.recipe import Recipe
 from asyncrl.plan.costs import CostModel
-from asyncrl.plan.scenario import Scenario
 from asyncrl.plan.simulation import SimulatedStep, Simulation
 
 FEWEST_STEPS, MOST_STEPS = 16, 80
@@ -41,7 +41,7 @@ class Forecast:
     masked: float = 0.0
 
     @classmethod
-    def of(cls, steps: Sequence[SimulatedStep], scenario: Scenario) -> Forecast:
+    def of(cls, steps: Sequence[SimulatedStep], recipe: Recipe) -> Forecast:
         """From the steps of a simulation, at least two."""
         first = max(1, int(WARM_UP_SHARE * len(steps)))
         begun, late = steps[first - 1], steps[first:]
@@ -50,9 +50,9 @@ class Forecast:
         masked = sum(step.masked for step in late)
         return cls(
             step_s=seconds / len(late),
-            samples_per_s=scenario.samples_per_step * len(late) / seconds,
+            samples_per_s=recipe.batch.num_trajectories * len(late) / seconds,
             trainer_idle=sum(step.waited_s for step in late) / seconds,
-            replica_idle=max(0.0, 1.0 - (late[-1].busy_s - begun.busy_s) / seconds / scenario.num_replicas),
+            replica_idle=max(0.0, 1.0 - (late[-1].busy_s - begun.busy_s) / seconds / recipe.rollout.num_replicas),
             lag_mean=sum(step.lag_sum for step in late) / tokens if tokens else 0.0,
             lag_max=max(step.lag_max for step in late),
             publish_s=sum(step.publish_s for step in late) / len(late),
@@ -61,15 +61,15 @@ class Forecast:
         )
 
 
-def num_steps(scenario: Scenario) -> int:
+def num_steps(recipe: Recipe) -> int:
     """Number of simulated steps: enough to leave the start behind, few enough to take seconds."""
-    needed = max(FEWEST_STEPS, 4 * (scenario.max_lag + scenario.publish_every_steps))
-    return max(needed, min(MOST_STEPS, SAMPLES // scenario.samples_per_step))
+    needed = max(FEWEST_STEPS, 4 * (recipe.max_lag + recipe.staleness.publish_every_steps))
+    return max(needed, min(MOST_STEPS, SAMPLES // recipe.batch.num_trajectories))
 
 
-def predict(scenario: Scenario, costs: CostModel, steps: int | None = None) -> Forecast:
+def predict(recipe: Recipe, costs: CostModel, steps: int | None = None) -> Forecast:
     """`steps`: to simulate; None: `num_steps`."""
-    return Forecast.of(Simulation(scenario, costs).run(steps or num_steps(scenario)), scenario)
+    return Forecast.of(Simulation(recipe, costs).run(steps or num_steps(recipe)), recipe)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.config.checks import require
+from asyncrl.config.recipe import Recipe
+from asyncrl.config.threads import trainer_threads
 from asyncrl.plan.costs import CostModel
-from asyncrl.plan.scenario import Scenario
 from asyncrl.plan.shared_replica import SharedReplica, SimulatedGroup, SimulatedRequest
 from asyncrl.queue.budgets import EndWindow
 from asyncrl.queue.ledger import Ledger
@@ -68,29 +70,45 @@ class SimulatedStep:
         return self.leased - self.asked + self.published_from - self.trained
 
 
+def check_modelled(recipe: Recipe) -> None:
+    """Raises ConfigError if the simulation does not model how the recipe's parts take turns."""
+    require(
+        not recipe.is_colocated or recipe.mode == "sync",
+        asked=f"a forecast of placement=colocated in mode {recipe.mode}",
+        found="the simulated replicas generate while the trainer trains; only mode sync takes turns there",
+        do="set mode=sync or placement=separate for the forecast",
+    )
+
+
+def threads_of(recipe: Recipe, cores: float | None) -> int | None:
+    """Threads of each trainer rank where ranks and replicas share these cores; None: each has its own."""
+    return None if cores is None else trainer_threads(recipe, cores=max(1, round(cores)))
+
+
 class Workload:
     """The work of a run, independent of the order in which it is done: lengths and signals are drawn from the
     distributions of a cost model, by seed and ordinal."""
 
-    def __init__(self, scenario: Scenario, costs: CostModel) -> None:
-        self._scenario, self._costs = scenario, costs
+    def __init__(self, recipe: Recipe, costs: CostModel) -> None:
+        self._recipe, self._costs = recipe, costs
+        self._threads = threads_of(recipe, costs.cores)
 
     def lengths(self, ordinal: int, count: int) -> Sequence[float]:
         """Tokens of the responses of a group, each at least 1."""
-        draws = np.random.default_rng([self._scenario.seed, ordinal]).random((count, 2)).clip(1e-9, 1 - 1e-9)
-        of, limit = self._costs.generation.lengths, self._scenario.response_limit
+        draws = np.random.default_rng([self._recipe.run.seed, ordinal]).random((count, 2)).clip(1e-9, 1 - 1e-9)
+        of, limit = self._costs.generation.lengths, self._recipe.longest_response_tokens
         return [of.tokens(share, straggles, limit) for share, straggles in draws.tolist()]
 
     def is_filtered(self, ordinal: int) -> bool:
         """True if the group has no learning signal."""
-        if not self._scenario.dynamic_sampling:
+        if not self._recipe.algorithm.dynamic_sampling:
             return False
-        return np.random.default_rng([self._scenario.seed, ordinal, 1]).random() < self._costs.filtered_share
+        return np.random.default_rng([self._recipe.run.seed, ordinal, 1]).random() < self._costs.filtered_share
 
     def training_s(self, step: int, tokens: float) -> float:
         """Seconds of the optimizer step, given its tokens including prompts."""
-        scenario = self._scenario
-        return self._costs.training.seconds(tokens * scenario.num_epochs, scenario.num_ranks, scenario.num_threads)
+        tokens *= self._recipe.batch.num_epochs
+        return self._costs.training.seconds(tokens, self._recipe.trainer.num_ranks, self._threads)
 
 
 class Simulation:
@@ -98,7 +116,7 @@ class Simulation:
 
     def __init__(
         self,
-        scenario: Scenario,
+        recipe: Recipe,
         costs: CostModel,
         *,
         workload: Workload | None = None,
@@ -106,15 +124,20 @@ class Simulation:
     ) -> None:
         """
         Args:
-            workload, pacing: override those of the cost model and the scenario.
+            workload, pacing: override those of the cost model and the recipe.
+
+        Raises ConfigError if the recipe cannot be simulated.
         """
-        self._scenario, self._costs = scenario, costs
-        self._workload = workload or Workload(scenario, costs)
-        self._pacing = pacing or build_pacing(scenario.pacing, scenario.groups_per_step, scenario.max_lag)
+        check_modelled(recipe)
+        self._recipe, self._costs = recipe, costs
+        self._workload = workload or Workload(recipe, costs)
+        self._groups_per_step = recipe.batch.groups_per_step
+        self._pacing = pacing or build_pacing(recipe)
+        self._wave = recipe.weights.rolling_replicas if recipe.rolls_publish else recipe.rollout.num_replicas
         # Parts of a real run.
-        policy = StalenessPolicy(scenario.groups_per_step, scenario.max_lag, scenario.on_overdue)
-        self._ledger = Ledger(policy, max_attempts=scenario.max_attempts, on_event=self._changed)
-        self._filtered = EndWindow(scenario.filtered_window)
+        policy = StalenessPolicy(self._groups_per_step, recipe.max_lag, recipe.staleness.on_overdue)
+        self._ledger = Ledger(policy, max_attempts=recipe.rollout.max_attempts, on_event=self._changed)
+        self._filtered = EndWindow(recipe.algorithm.filtered_window)
         self._router = Router()
         # Simulated parts. `step_s` is cached: it is called once per event.
         step_s, rate = cache(costs.generation.step_s), costs.generation.prefill_tokens_per_s
@@ -124,8 +147,8 @@ class Simulation:
             return 0.0 if known and costs.generation.shares_prompts else once
 
         self._replicas = [
-            SharedReplica(i, step_s, decodes_at_once=scenario.decodes_at_once, prefill_s=prefill_s)
-            for i in range(scenario.num_replicas)
+            SharedReplica(i, step_s, decodes_at_once=recipe.rollout.settings.decodes_at_once, prefill_s=prefill_s)
+            for i in range(recipe.rollout.num_replicas)
         ]
         for replica in self._replicas:
             self._router.put(replica.replica_id, 0)
@@ -134,6 +157,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         # The two clocks, and the load that separates them.
+        self._training_cores = recipe.trainer.num_ranks * (threads_of(recipe, costs.cores) or 1)
         self._work = 0.0
         """Seconds of work, the clock of the events; `_wall` runs faster when cores are short."""
         self._wall = 0.0
@@ -184,7 +208,7 @@ class Simulation:
         """Wall seconds per second of work. `others`: how many of rollouter and other processes have work."""
         if self._costs.cores is None:
             return 1.0
-        training = self._scenario.num_ranks * (self._scenario.num_threads or 1) if self._training else 0
+        training = self._training_cores if self._training else 0
         return max(1.0, (self._busy + training + others) / self._costs.cores)
 
     def _after(self, seconds: float, happens: Callable[..., None], *arguments: Any) -> None:
@@ -202,7 +226,7 @@ class Simulation:
         """Leases if possible; a lease that must wait is retried when enough groups have become ready."""
         if not self._asks or self._puts_needed > 0:
             return
-        if (missing := self._scenario.groups_per_step - self._ledger.counts.ready) > 0:
+        if (missing := self._groups_per_step - self._ledger.counts.ready) > 0:
             self._puts_needed = missing
             return
         step = self._ledger.step
@@ -229,7 +253,7 @@ class Simulation:
             "lag_sum": sum(lag * count for lag, count in trained),
             "lag_max": max((lag for lag, _ in trained), default=0),
         }
-        return tokens, self._costs.generation.prompt_tokens * self._scenario.group_size * len(groups)
+        return tokens, self._costs.generation.prompt_tokens * self._recipe.batch.group_size * len(groups)
 
     def _oldest_trained(self, ordinal: int, version: int) -> int | None:
         return min((v for v in self._stored[ordinal].parts if v >= version), default=None)
@@ -245,14 +269,14 @@ class Simulation:
         self._commits_later = False
         self._ledger.commit(self._ledger.step)
         self._draft["trained"] = self._wall
-        if self._ledger.step % self._scenario.publish_every_steps:
+        if self._ledger.step % self._recipe.staleness.publish_every_steps:
             self._draft |= {"published_from": self._wall, "publish_s": 0.0, "paused_s": 0.0}
             self._after(self._costs.loop_s, self._end)
         else:
-            self._drains = self._scenario.empties_queue
+            self._drains = self._recipe.empties_queue
             if not self._drains:
                 self._publish()
-            if self._scenario.overlaps_publish:
+            if self._recipe.overlaps_publish:
                 self._after(self._costs.loop_s, self._end)
         self._settle()
 
@@ -269,7 +293,7 @@ class Simulation:
 
     def _publish(self) -> None:
         self._drains = False
-        size = self._scenario.rolling_replicas or len(self._replicas)
+        size = self._wave
         self._draft |= {"published_from": self._wall, "paused_s": 0.0}
         self._publishing = self._draft
         self._waves = (self._replicas[i : i + size] for i in range(0, len(self._replicas), size))
@@ -280,7 +304,7 @@ class Simulation:
         if wave is None:
             self._published()
             return
-        if self._scenario.rolling_replicas:
+        if self._recipe.rolls_publish:
             for replica in wave:
                 self._router.put(replica.replica_id, held=True)
         running_s = min(self._costs.publish.running_s, self._costs.publish.seconds(len(wave)))
@@ -290,7 +314,7 @@ class Simulation:
         step, self._publishing = self._publishing, {}
         step["publish_s"] = self._wall - step["published_from"]
         self._ledger.published(self._ledger.step)
-        if not self._scenario.overlaps_publish:
+        if not self._recipe.overlaps_publish:
             self._after(self._costs.loop_s, self._end)
         else:
             self._finish(step)
@@ -301,7 +325,7 @@ class Simulation:
     def _hold(self, wave: list[SharedReplica], running_s: float) -> None:
         """Pauses the replicas of a wave; under `drain` once their requests have ended."""
         self._publishing.setdefault("held", self._wall)
-        if self._scenario.interrupt == "drain" and any(replica.running for replica in wave):
+        if self._recipe.interrupt == "drain" and any(replica.running for replica in wave):
             for replica in wave:
                 replica.closed = True
             # Nothing changes before the next end of a request: look again then.
@@ -316,12 +340,12 @@ class Simulation:
         self._after(self._costs.publish.seconds(len(wave)) - running_s, self._commit, wave)
 
     def _commit(self, wave: list[SharedReplica]) -> None:
-        version, rolls = self._ledger.step, self._scenario.rolling_replicas is not None
+        version, rolls = self._ledger.step, self._recipe.rolls_publish
         for replica in wave:
             replica.commit(
                 version,
                 self._work,
-                prefills_again=self._scenario.interrupt == "abort_resume",
+                prefills_again=self._recipe.interrupt == "abort_resume",
                 prefill_tokens_per_s=self._costs.generation.prefill_tokens_per_s,
             )
             self._reschedule(replica)
@@ -342,7 +366,7 @@ class Simulation:
             short = shortfall(self._pacing, self._wall, self._ledger.counts, self._filtered.share)
             if short < 1 and not reissues:
                 break
-            tickets = self._ledger.admit(self._scenario.groups_per_step, short)
+            tickets = self._ledger.admit(self._groups_per_step, short)
             for ticket in self._ledger.take_cancelled():
                 self._cancel(ticket)
             if not tickets:
@@ -370,7 +394,7 @@ class Simulation:
             self._pacing.begun(ticket.ordinal, self._wall)
             group = SimulatedGroup(ticket.ordinal, ticket.attempt, ticket.version)
             self._groups[ticket.ordinal, ticket.attempt] = group
-            for tokens in self._workload.lengths(ticket.ordinal, self._scenario.group_size):
+            for tokens in self._workload.lengths(ticket.ordinal, self._recipe.batch.group_size):
                 request = SimulatedRequest(group, tokens)
                 group.requests.append(request)
                 replica = self._replicas[self._router.pick(f"group-{ticket.ordinal}")]

@@ -18,14 +18,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl.config.hidden import Hidden
+from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, LedgerError, RunFailed, explain
 from asyncrl.observability.events import EventLog, new_writer
 from asyncrl.queue.budgets import EndBudgets
 from asyncrl.queue.ledger import GroupRecord, Ledger
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
-from asyncrl.queue.pacing import PacingName, build_pacing, shortfall
+from asyncrl.queue.pacing import build_pacing, shortfall
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
-from asyncrl.queue.staleness import OnOverdue, Selection, StalenessPolicy
+from asyncrl.queue.staleness import Selection, StalenessPolicy
 from asyncrl.remote.connection import HasConnections
 from asyncrl.types import (
     Admission,
@@ -45,26 +46,10 @@ from asyncrl.types.events import GroupChanged, SnapshotRestored, SnapshotTaken
 
 @dataclass(frozen=True, slots=True)
 class QueueSpec:
-    """Arguments of a message queue.
+    """Arguments of a message queue. `writer`: of this queue's events."""
 
-    `max_groups`: groups that the run trains in all. `dynamic_sampling`: groups of equal rewards end `filtered`.
-    `failed_window`, `filtered_window`: number of last ended groups over which the fractions are computed. `pacing`:
-    when groups are admitted within the limit; just_in_time requires that nobody waits for an empty queue. `writer`: of
-    this queue's events.
-    """
-
-    groups_per_step: int
-    max_lag: int
-    max_groups: int
-    max_attempts: int
-    max_failed_fraction: float
-    dynamic_sampling: bool
+    recipe: Recipe
     events_path: Path
-    on_overdue: OnOverdue = "wait"
-    failed_window: int = 256
-    max_filtered_fraction: float = 0.99
-    filtered_window: int = 256
-    pacing: PacingName = "eager"
     hide: Hidden = field(default_factory=Hidden)
     writer: str = field(default_factory=new_writer)
 
@@ -74,23 +59,23 @@ class MessageQueue(HasConnections):
     event log."""
 
     def __init__(self, spec: QueueSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._spec = spec
+        self._recipe = recipe = spec.recipe
         self._clock = clock
         self._events = EventLog(spec.events_path, spec.hide, writer=spec.writer)
         self._budgets = EndBudgets(
-            max_failed=spec.max_failed_fraction,
-            failed_window=spec.failed_window,
-            max_filtered=spec.max_filtered_fraction if spec.dynamic_sampling else 1.0,
-            filtered_window=spec.filtered_window,
+            max_failed=recipe.rollout.max_failed_fraction,
+            failed_window=recipe.rollout.failed_window,
+            max_filtered=recipe.algorithm.max_filtered_fraction if recipe.algorithm.dynamic_sampling else 1.0,
+            filtered_window=recipe.algorithm.filtered_window,
             events_path=spec.events_path,
         )
         self._ledger = Ledger(
-            StalenessPolicy(spec.groups_per_step, spec.max_lag, spec.on_overdue),
-            max_attempts=spec.max_attempts,
-            max_groups=spec.max_groups,
+            StalenessPolicy(recipe.batch.groups_per_step, recipe.max_lag, recipe.staleness.on_overdue),
+            max_attempts=recipe.rollout.max_attempts,
+            max_groups=recipe.run.max_steps * recipe.batch.groups_per_step,
             on_event=self._record,
         )
-        self._pacing = build_pacing(spec.pacing, spec.groups_per_step, spec.max_lag)
+        self._pacing = build_pacing(recipe)
         self._stored: dict[int, StoredGroup] = {}
         self._leased: dict[int, TrajectoryGroup] = {}
         """The groups of the lease, as the step trains them."""
@@ -157,7 +142,7 @@ class MessageQueue(HasConnections):
             await self.nack(ticket, explain(f"tokens sampled by version {newest}", found, do))
             return
         rewards = [t.reward for t in group.trajectories]
-        has_signal = not self._spec.dynamic_sampling or min(rewards) != max(rewards)
+        has_signal = not self._recipe.algorithm.dynamic_sampling or min(rewards) != max(rewards)
         if self._ledger.put(ticket, group.oldest_version, has_signal=has_signal):
             self._stored[group.ordinal] = StoredGroup(group, max(self._ledger.version, newest))
             self._pacing.ready(ticket.ordinal, self._clock())
@@ -320,7 +305,7 @@ class MessageQueue(HasConnections):
         # Everything that belongs to the undone steps is dropped; the captured windows and records replace it.
         self._stored = {stored.group.ordinal: stored for stored in saved.groups}
         self._leased, self._foreseen, self._described = {}, {}, {}
-        self._pacing = build_pacing(self._spec.pacing, self._spec.groups_per_step, self._spec.max_lag)
+        self._pacing = build_pacing(self._recipe)
         self._overdue_since = None
         self._budgets.failed.load_text(saved.failed_window)
         self._budgets.filtered.load_text(saved.filtered_window)

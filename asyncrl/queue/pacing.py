@@ -44,11 +44,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Literal
 
+from asyncrl.config.recipe import Recipe
 from asyncrl.types import LedgerCounts
-
-PacingName = Literal["eager", "just_in_time"]
 
 HISTORY_STEPS = 32
 """Number of recent steps from which the lead is learned."""
@@ -263,8 +261,8 @@ def _reserves(groups_per_step: int) -> list[int]:
     return [0, *(1 << power for power in range(groups_per_step.bit_length()) if 2 << power <= groups_per_step)]
 
 
-def build_pacing(name: PacingName, groups_per_step: int, max_lag: int) -> Pacing:
-    return Pacing() if name == "eager" else JustInTime(groups_per_step, max_lag)
+def build_pacing(recipe: Recipe) -> Pacing:
+    return Pacing() if recipe.pacing == "eager" else JustInTime(recipe.batch.groups_per_step, recipe.max_lag)
 
 
 def shortfall(pacing: Pacing, now: float, counts: LedgerCounts, filtered_share: float) -> float:

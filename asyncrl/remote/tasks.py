@@ -30,6 +30,14 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def kept(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    """A new task that `tasks` holds until it has ended: the event loop alone would not."""
+    task = asyncio.create_task(work, name=name)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
 async def end(task: asyncio.Task[Any] | None, *, patience_s: float = 0.0) -> None:
     """Waits `patience_s` for the task, then cancels it. Logs its error instead of raising it: the run ends for another
     reason."""

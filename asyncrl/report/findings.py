@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
 
-from asyncrl.report.lifetimes import Lifetimes
+from asyncrl.report.lifetimes import Lifetime
 from asyncrl.report.run_files import RunFiles
 from asyncrl.types import events
 from asyncrl.types.guard import SUSPECTS
@@ -38,11 +38,12 @@ class Diagnosis:
     metrics: tuple[str, ...] = ()
 
 
-def findings(run: RunFiles, lives: Lifetimes) -> list[Diagnosis]:
+def findings(run: RunFiles, lives: Sequence[Lifetime]) -> list[Diagnosis]:
     """All findings, worst first."""
     order: dict[Severity, int] = {"bad": 0, "warning": 1, "hint": 2}
-    rules = (_where_time_goes, _replicas, _ratio, _guard, _signal, _stuck, _unread)
-    return sorted((found for rule in rules for found in rule(run, lives)), key=lambda f: order[f.severity])
+    rules = (_replicas, _ratio, _guard, _signal, _stuck, _unread)
+    found = [*_where_time_goes(run, lives), *(each for rule in rules for each in rule(run))]
+    return sorted(found, key=lambda each: order[each.severity])
 
 
 def helps_most(run: RunFiles) -> str:
@@ -71,7 +72,7 @@ def helps_most(run: RunFiles) -> str:
 
 def of_learning(run: RunFiles) -> list[Diagnosis]:
     """The findings on what the policy learns, of a few steps or of a run."""
-    return [found for rule in (_ratio, _signal, _stuck) for found in rule(run, None)]
+    return [found for rule in (_ratio, _signal, _stuck) for found in rule(run)]
 
 
 def _late(run: RunFiles, key: str) -> list[float]:
@@ -84,13 +85,13 @@ def _mean(run: RunFiles, key: str) -> float:
     return fmean(_late(run, key) or [0.0])
 
 
-def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
+def _where_time_goes(run: RunFiles, lives: Sequence[Lifetime]) -> Iterator[Diagnosis]:
     waits, overdue = _mean(run, Metric.TRAINER_GROUPS), _mean(run, Metric.TRAINER_OVERDUE)
     generating = _mean(run, Metric.REPLICA_GENERATING)
     slots, environment = _mean(run, Metric.REPLICA_SLOTS), _mean(run, Metric.REPLICA_ENVIRONMENT)
     # Generation side: stragglers, then the slowest stage.
     if overdue >= 0.1:
-        yield _straggler(overdue, lives.generation_s)
+        yield _straggler(overdue, sorted(life.ready - life.admitted for life in lives if life.ready and life.admitted))
     if environment >= 0.25:
         yield Diagnosis(
             "warning",
@@ -130,6 +131,7 @@ def _where_time_goes(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
 
 
 def _straggler(overdue: float, generation_s: Sequence[float]) -> Diagnosis:
+    """`generation_s`: of the groups that became ready, shortest first."""
     evidence = (
         f"For {overdue:.0%} of its time the trainer waits only for groups that it must train before they are too old."
     )
@@ -146,7 +148,7 @@ def _straggler(overdue: float, generation_s: Sequence[float]) -> Diagnosis:
     )
 
 
-def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
+def _replicas(run: RunFiles) -> Iterator[Diagnosis]:
     out: dict[int, str] = {}
     failures: dict[int, int] = {}
     # `out`: replicas that are out of the run at its end, with their last error.
@@ -182,7 +184,7 @@ def _replicas(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
             )
 
 
-def _ratio(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
+def _ratio(run: RunFiles) -> Iterator[Diagnosis]:
     # Judge the end of the run: a collapse lasts.
     window = max(3, len(run.metrics) // 5)
     own = [v for v in run.series(Metric.LAG_KL.of("0")) if v is not None]
@@ -229,7 +231,7 @@ def _ratio(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
         )
 
 
-def _guard(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
+def _guard(run: RunFiles) -> Iterator[Diagnosis]:
     changes = run.of_kind(events.GuardChanged.kind)
     if not changes:
         return
@@ -256,7 +258,7 @@ def _best(values: Sequence[float], window: int) -> float:
     return max(fmean(values[at : at + window]) for at in range(len(values) - window + 1))
 
 
-def _signal(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
+def _signal(run: RunFiles) -> Iterator[Diagnosis]:
     no_signal = "Most groups carry no signal"
     for metric, limit, title, do in (
         (Metric.FILTERED_SHARE, 0.5, no_signal, "Take prompts of middling difficulty (data curriculum)."),
@@ -281,7 +283,7 @@ def _signal(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
         )
 
 
-def _stuck(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
+def _stuck(run: RunFiles) -> Iterator[Diagnosis]:
     def last(metric: Metric, count: int) -> list[float]:
         values = [value for value in run.series(metric) if value is not None]
         return values[-count:] if len(values) >= count else []
@@ -306,7 +308,7 @@ def _stuck(run: RunFiles, lives: Lifetimes | None) -> Iterator[Diagnosis]:
         )
 
 
-def _unread(run: RunFiles, lives: Lifetimes) -> Iterator[Diagnosis]:
+def _unread(run: RunFiles) -> Iterator[Diagnosis]:
     if left_out := ", ".join(f"{count} of {file}" for file, count in run.unread.items() if count):
         evidence = f"Lines that hold no record of this version are left out: {left_out}."
         remedy = "See asyncrl-audit for damaged lines of events.jsonl; another version of asyncrl has other records."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.types.events import GroupChanged
@@ -32,45 +32,34 @@ class Lifetime:
     """The optimizer step that trained it."""
 
 
-@dataclass(slots=True)
-class Lifetimes:
+def lifetimes(events: Iterable[Mapping[str, Any]]) -> list[Lifetime]:
     """The lifetimes of a run, in order of their begin."""
-
-    all: list[Lifetime] = field(default_factory=list)
-
-    @staticmethod
-    def of(events: Iterable[Mapping[str, Any]]) -> Lifetimes:
-        found: dict[tuple[int, int], Lifetime] = {}
-        made = Lifetimes()
-        for event in events:
-            if event.get("event") != GroupChanged.kind:
-                continue
-            key, transition, now = (event["ordinal"], event["attempt"]), event["transition"], event["time_s"]
-            if transition == "requeued":  # `attempt` is already the next one
-                before = found.get((key[0], key[1] - 1))
-                if before is not None and not before.end:
-                    before.ended, before.end = now, "requeued"
-                continue
-            if transition in ("admitted", "reissued") or key not in found:
-                found[key] = Lifetime(*key)
-                made.all.append(found[key])
-            life = found[key]
-            if transition in ("admitted", "reissued"):
-                life.admitted = now
-            elif transition == "ready":
-                life.ready = now
-            elif transition == "leased":
-                life.leased = now
-            elif transition == "released":
-                life.leased = None
-            elif transition in _ENDS:
-                life.ended, life.end = now, transition
-                if transition == "trained":
-                    life.lag = event["trainer_version"] - event["oldest_version"]
-                    life.step = event["trainer_version"] + 1
-        return made
-
-    @property
-    def generation_s(self) -> list[float]:
-        """Generation times of the groups that became ready, shortest first."""
-        return sorted(life.ready - life.admitted for life in self.all if life.ready and life.admitted)
+    found: dict[tuple[int, int], Lifetime] = {}
+    made: list[Lifetime] = []
+    for event in events:
+        if event.get("event") != GroupChanged.kind:
+            continue
+        key, transition, now = (event["ordinal"], event["attempt"]), event["transition"], event["time_s"]
+        if transition == "requeued":  # `attempt` is already the next one
+            before = found.get((key[0], key[1] - 1))
+            if before is not None and not before.end:
+                before.ended, before.end = now, "requeued"
+            continue
+        if transition in ("admitted", "reissued") or key not in found:
+            found[key] = Lifetime(*key)
+            made.append(found[key])
+        life = found[key]
+        if transition in ("admitted", "reissued"):
+            life.admitted = now
+        elif transition == "ready":
+            life.ready = now
+        elif transition == "leased":
+            life.leased = now
+        elif transition == "released":
+            life.leased = None
+        elif transition in _ENDS:
+            life.ended, life.end = now, transition
+            if transition == "trained":
+                life.lag = event["trainer_version"] - event["oldest_version"]
+                life.step = event["trainer_version"] + 1
+    return made

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.observability.charts import CHARTS, SECTIONS
 from asyncrl.report.findings import Diagnosis, findings, helps_most
-from asyncrl.report.lifetimes import Lifetimes
+from asyncrl.report.lifetimes import Lifetime, lifetimes
 from asyncrl.report.run_files import RunFiles
 from asyncrl.types.events import (
     ENVELOPE,
@@ -45,12 +45,12 @@ def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 
 def _run(run: RunFiles) -> dict[str, Any]:
-    lives = Lifetimes.of(run.events)
+    lives = lifetimes(run.events)
     found = findings(run, lives)
     return {
         "name": run.name,
         "directory": str(run.directory),
-        "summary": _summary(run, lives, found),
+        "summary": _summary(run, found),
         "helps_most": helps_most(run),
         "findings": [asdict(finding) | {"metrics": [str(m) for m in finding.metrics]} for finding in found],
         "steps": [int(line[Metric.STEP] or 0) for line in run.metrics],
@@ -64,7 +64,7 @@ def _run(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _summary(run: RunFiles, lives: Lifetimes, found: Sequence[Diagnosis]) -> list[list[str]]:
+def _summary(run: RunFiles, found: Sequence[Diagnosis]) -> list[list[str]]:
     last = run.metrics[-1]
     accuracy = [v for v in run.series(Metric.EVAL_ACCURACY) if v is not None]
     before = next((v for v in run.series(Metric.EVAL_INITIAL_ACCURACY) if v is not None), None)
@@ -95,7 +95,7 @@ def _columns(run: RunFiles) -> dict[str, list[float | None]]:
     return columns
 
 
-def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
+def _timeline(run: RunFiles, lives: Sequence[Lifetime]) -> dict[str, Any]:
     """The last steps as spans `[lane, start, stop, text]`, in seconds since the first of them."""
     steps = run.of_kind(StepTrained.kind)[-EXCERPT_STEPS:]
     if not steps:
@@ -119,7 +119,7 @@ def _timeline(run: RunFiles, lives: Lifetimes) -> dict[str, Any]:
         [life.ordinal, life.attempt]
         + [None if at is None else round(at - began, 3) for at in (life.admitted, life.ready, life.leased, life.ended)]
         + [life.end, life.lag]
-        for life in lives.all
+        for life in lives
         if life.admitted is not None and life.admitted <= ended and (life.ended is None or life.ended >= began)
     ]
     return {

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asyncrl.report.lifetimes import Lifetime, Lifetimes
+from asyncrl.report.lifetimes import Lifetime, lifetimes
 from asyncrl.report.run_files import RunFiles
 from asyncrl.types.events import FAULTS, CheckpointSaved, SetEvaluated, StepTrained, WeightsPublished
 from asyncrl.types.metrics import Metric
@@ -28,7 +28,7 @@ def chrome_trace(run: RunFiles, recorded: Iterable[Mapping[str, Any]]) -> Trace:
     found = [_heading(TRAINER, "trainer"), _heading(GROUPS, "groups: generated, ready, in the step")]
     found += [_lane(TRAINER, number, name) for name, number in _LANES.items()]
     found += _of_trainer(run, start)
-    found += _of_groups(Lifetimes.of(run.events).all, start)
+    found += _of_groups(lifetimes(run.events), start)
     found += _of_trajectories(recorded, start)
     ended = {e["step"]: e["time_s"] for e in run.of_kind(StepTrained.kind)}
     for line in run.metrics:

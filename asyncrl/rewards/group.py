@@ -12,7 +12,7 @@ from asyncrl.data.rows import PromptRow
 from asyncrl.errors import ConfigError, explain
 from asyncrl.registry import resolve
 from asyncrl.rewards.custom import Awaiter, checked_result
-from asyncrl.rewards.reward import GroupResult, RewardResult
+from asyncrl.rewards.reward import RewardResult
 
 _SIGNATURE = "(responses: list[str], row: PromptRow) -> one RewardResult or number for each response"
 _PAIR_SIGNATURE = "(first: str, second: str, row: PromptRow) -> share in [0, 1] with which the first is better"
@@ -26,7 +26,7 @@ class GroupReward:
         self._function = function
         self._awaiter = Awaiter()
 
-    def __call__(self, responses: list[str], row: PromptRow) -> GroupResult:
+    def __call__(self, responses: list[str], row: PromptRow) -> tuple[RewardResult, ...]:
         """Raises TypeError, ValueError: not one finite reward for each response."""
         if self._config.pairwise:
             return self._by_pairs(responses, row)
@@ -38,9 +38,9 @@ class GroupReward:
         rewards = list(given)
         if len(rewards) != len(responses):
             raise ValueError(explain(asked, f"{len(rewards)} rewards for {len(responses)} responses", do))
-        return GroupResult(tuple(checked_result(each, asked) for each in rewards))
+        return tuple(checked_result(each, asked) for each in rewards)
 
-    def _by_pairs(self, responses: list[str], row: PromptRow) -> GroupResult:
+    def _by_pairs(self, responses: list[str], row: PromptRow) -> tuple[RewardResult, ...]:
         """Compares each pair in both orders, so that a bias for the first place cancels out."""
         from asyncrl.rewards.pairwise import scored  # imports numpy, which other reward processes do not need
 
@@ -53,7 +53,7 @@ class GroupReward:
             if not 0 <= share <= 1:
                 raise ValueError(explain(asked, f"{share:g}", "return a number from 0 to 1"))
             shares[i][j] = share
-        return GroupResult(tuple(RewardResult(float(s)) for s in scored(shares, self._config.scores)))
+        return tuple(RewardResult(float(s)) for s in scored(shares, self._config.scores))
 
 
 def build_group_reward(config: GroupRewardConfig) -> GroupReward | None:

@@ -52,14 +52,7 @@ class RewardRequest:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """A whole group: its responses, in order, and their row."""
+    """A whole group: its responses, in order, and their row. The answer is a tuple with the reward of each."""
 
     responses: tuple[Response, ...]
     row: PromptRow
-
-
-@dataclass(frozen=True, slots=True)
-class GroupResult:
-    """The rewards of a group, in the order of its responses."""
-
-    rewards: tuple[RewardResult, ...]

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.rows import PromptRow, Thinking
-from asyncrl.rewards.reward import GroupRequest, GroupResult, Response, RewardRequest, RewardResult, RewardSettings
+from asyncrl.rewards.reward import GroupRequest, Response, RewardRequest, RewardResult, RewardSettings
 from asyncrl.workers.messages import WorkerSpec
 from asyncrl.workers.worker_pool import WorkerPool
 
@@ -30,7 +30,7 @@ class RewardPool(WorkerPool):
                 labels=config.names,
                 settings=RewardSettings(config),
                 asked=config.asked,
-                answer=(RewardResult, GroupResult),
+                answer=(RewardResult, tuple),
                 advice="make the reward end on such a response, or raise reward.timeout_s",
                 num_workers=config.workers,
                 timeout_s=config.timeout_s,
@@ -54,8 +54,7 @@ class RewardPool(WorkerPool):
     async def score_group(self, responses: Sequence[str | np.ndarray], row: PromptRow) -> tuple[RewardResult, ...]:
         """The `reward.group` of each response of a group. Raises as `WorkerPool.call`."""
         request = GroupRequest(tuple(map(_sent, responses)), row)
-        result: GroupResult = await self.call(request, f"the group reward of {row.origin}")
-        return result.rewards
+        return await self.call(request, f"the group reward of {row.origin}")
 
 
 def _sent(response: str | np.ndarray) -> Response:

@@ -1,5 +1,5 @@
 """A reward process: `python -m asyncrl.rewards.reward_worker NAME...`; the names are for people. It answers a
-`RewardRequest` with a `RewardResult` and a `GroupRequest` with a `GroupResult`, of plain numbers."""
+`RewardRequest` with a `RewardResult` and a `GroupRequest` with one for each response, of plain numbers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Callable
 
 from asyncrl.rewards import build_reward
 from asyncrl.rewards.group import build_group_reward
-from asyncrl.rewards.reward import GroupRequest, GroupResult, Response, RewardRequest, RewardResult, RewardSettings
+from asyncrl.rewards.reward import GroupRequest, Response, RewardRequest, RewardResult, RewardSettings
 from asyncrl.workers.worker_loop import serve
 
 
-def _scorer(settings: RewardSettings) -> Callable[[RewardRequest | GroupRequest], RewardResult | GroupResult]:
+def _scorer(
+    settings: RewardSettings,
+) -> Callable[[RewardRequest | GroupRequest], RewardResult | tuple[RewardResult, ...]]:
     config = settings.config
     reward, of_group = build_reward(config, settings.thinking), build_group_reward(config.group)
     text = _reader(settings)
 
-    def score(request: RewardRequest | GroupRequest) -> RewardResult | GroupResult:
+    def score(request: RewardRequest | GroupRequest) -> RewardResult | tuple[RewardResult, ...]:
         if isinstance(request, GroupRequest):
             assert of_group is not None, "the recipe has a group reward"
             return of_group([text(response) for response in request.responses], request.row)

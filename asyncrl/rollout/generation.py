@@ -10,14 +10,14 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, GenerationError
+from asyncrl.remote.tasks import kept
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.replica_link import OnChunk, PendingRequest, ReplicaLink, collection_interval_s
@@ -149,7 +149,7 @@ class GenerationClient:
             self._gather_s,
             interval_s=self._interval_s,
             lose=self._lose,
-            spawn=self._spawn,
+            spawn=partial(kept, self._tasks),
         )
         self._added.set()
         self._router.put(replica_id, row.version, held=row.state == "held")
@@ -172,9 +172,7 @@ class GenerationClient:
         link.leave()
         self._unlink(link)
         self._count(link)
-        task = asyncio.create_task(link.hand_over(), name=f"withdraw from replica {link.replica_id}")
-        self._hand_overs.add(task)
-        task.add_done_callback(self._hand_overs.discard)
+        kept(self._hand_overs, link.hand_over(), f"withdraw from replica {link.replica_id}")
 
     @property
     def loads(self) -> dict[int, int]:
@@ -324,11 +322,6 @@ class GenerationClient:
         if is_busy != (link.replica_id in self.busy) and self._links.get(link.replica_id, link) is link:
             (self.busy.add if is_busy else self.busy.discard)(link.replica_id)
             self._on_change()
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _collector_ended(self, task: asyncio.Task[None]) -> None:
         self._collectors.discard(task)

@@ -129,7 +129,7 @@ class ReplicaLink:
     gather_s: float
     interval_s: Callable[[ReplicaLink], float]
     lose: Callable[[ReplicaLink, str, bool], None]
-    spawn: Callable[[Coroutine[Any, Any, None], str], None]
+    spawn: Callable[[Coroutine[Any, Any, None], str], object]
     in_flight: int = 0
     """Requests of this link."""
     followed: int = 0

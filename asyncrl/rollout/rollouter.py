@@ -257,14 +257,11 @@ class Rollouter:
 
     async def stats(self) -> RolloutStats:
         cpu = os.times()
-        requests = self.client.in_flight
         return RolloutStats(
             pid=os.getpid(),
             groups=len(self._groups),
-            requests=requests,
+            requests=self.client.in_flight,
             replicas=tuple(self.client.loads),
-            rows=0 if self._train is None else len(self._train.rows),
-            dropped_rows=0 if self._train is None else self._train.num_dropped,
             cpu_s=cpu.user + cpu.system,
             workers_cpu_s=self._cpu.below_s(),
             reprefilled_tokens=self.client.reprefilled_tokens,

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from asyncrl.errors import DeadlineExceeded, explain
-from asyncrl.remote.tasks import LimitedEvent
+from asyncrl.remote.tasks import LimitedEvent, kept
 from asyncrl.rollout.active_clock import ActiveClock
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,7 @@ class UserCode:
                 RuntimeError: the call raised a BaseException that is not an Exception; it is the cause.
                 Exception: the error of the call.
         """
-        task = asyncio.create_task(_outcome(work), name=code)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        task = kept(self._calls, _outcome(work), code)
         ended, late = LimitedEvent(), False
         task.add_done_callback(lambda _: ended.set())
         try:

@@ -205,17 +205,14 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """`groups` in progress; `replicas` that get requests; `rows`: usable training prompts; `cpu_s`: of this process,
-    `workers_cpu_s`: of its child processes. Since the start: `reprefilled_tokens`, sent again after interruptions;
-    `cancelled_groups`, ended by the queue; `replica_s`, seconds summed over replicas by cause
-    (`rollout.replica_time`)."""
+    """`groups` in progress; `replicas` that get requests; `cpu_s`: of this process, `workers_cpu_s`: of its child
+    processes. Since the start: `reprefilled_tokens`, sent again after interruptions; `cancelled_groups`, ended by the
+    queue; `replica_s`, seconds summed over replicas by cause (`rollout.replica_time`)."""
 
     pid: int
     groups: int
     requests: int
     replicas: tuple[int, ...]
-    rows: int
-    dropped_rows: int
     cpu_s: float
     reprefilled_tokens: int = 0
     cancelled_groups: int = 0

@@ -4,6 +4,7 @@ The store is real; queue, trainers and rollouter are scripted.
 """
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,14 +52,11 @@ class Rig:
     def __init__(self, path, **settings):
         self.store = CheckpointStore(path, keep=2)
         self.queue, self.trainers, self.events = Part(), Part(), []
-        self.writer = CheckpointWriter(
-            CheckpointConfig(**settings),
-            self.store,
-            Part().partials,
-            LocalActor(self.queue),
-            self.trainers,
-            on_event=lambda event: self.events.append((event.kind, event.step)),
+        log = SimpleNamespace(write=lambda event: self.events.append((event.kind, event.step)))
+        parts = SimpleNamespace(
+            checkpoints=self.store, rollouter=Part(), queue=LocalActor(self.queue), trainers=self.trainers, events=log
         )
+        self.writer = CheckpointWriter(CheckpointConfig(**settings), parts)
 
     async def save(self, step):
         async with asyncio.timeout(20):

@@ -186,7 +186,7 @@ class Rollouter:
         return EvalResult(name, 0.5, 0.5, 4.0, 10, 0)
 
     async def stats(self, timeout_s):
-        return RolloutStats(1, 0, 0, self.routed, 10, 0, 0.75)
+        return RolloutStats(1, 0, 0, self.routed, 0.75)
 
     async def partials(self, timeout_s):
         return []

@@ -105,7 +105,7 @@ class Scripted:
         assert self.killed
 
     def _stats(self):
-        return RolloutStats(self.number, 0, 0, tuple(self.known), 10, 0, 0.0)
+        return RolloutStats(self.number, 0, 0, tuple(self.known), 0.0)
 
 
 def second_waits(made):
@@ -392,8 +392,8 @@ async def test_each_has_its_part_and_the_death_of_one_is_its_own():
 
 
 def test_statistics_together():
-    one = RolloutStats(10, 1, 2, (0, 2), 100, 5, 1.5, 7, 1, {"generating": 3.0, "evaluation": 1.0}, 0.5)
-    other = RolloutStats(20, 3, 4, (1,), 100, 5, 0.5, 1, 0, {"generating": 2.0}, 0.25)
+    one = RolloutStats(10, 1, 2, (0, 2), 1.5, 7, 1, {"generating": 3.0, "evaluation": 1.0}, 0.5)
+    other = RolloutStats(20, 3, 4, (1,), 0.5, 1, 0, {"generating": 2.0}, 0.25)
     both = together([one, other])
-    assert both == RolloutStats(30, 4, 6, (0, 1, 2), 100, 5, 2.0, 8, 1, {"generating": 5.0, "evaluation": 1.0}, 0.75)
+    assert both == RolloutStats(30, 4, 6, (0, 1, 2), 2.0, 8, 1, {"generating": 5.0, "evaluation": 1.0}, 0.75)
     assert together([one]) == one

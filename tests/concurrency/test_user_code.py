@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.environments.environment import SingleTurn
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied
-from asyncrl.queue.message_queue import MessageQueue, QueueSpec
+from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.rollout import group_maker
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.user_code import UserCode
@@ -23,6 +23,7 @@ from asyncrl_testing.local import publish
 from tests.concurrency.endings import ENDINGS, IGNORES, give_up
 from tests.concurrency.test_rollouter import Queue, Rig
 from tests.concurrency.test_rollouter import tokenizer as tokenizer
+from tests.make import queue_spec
 from tests.waiting import until
 
 HELD_OUT = "held_out.jsonl:1"
@@ -155,8 +156,8 @@ class Bench:
             self.entered = self.rig.start(self.source)
             self.rollouter, self.publishes = await self.entered.__aenter__(), 1
         await self.publish(0)
-        events = self.path / f"events-{self.number}.jsonl"
-        spec = QueueSpec(1, 1, 64, 2, 1.0, False, events, on_overdue="refill")
+        limits = {"groups_per_step": 1, "max_failed_fraction": 1.0, "on_overdue": "refill"}
+        spec = replace(queue_spec(self.path, **limits), events_path=self.path / f"events-{self.number}.jsonl")
         Ends.case, self.source.queue = case, MessageQueue(spec)
         async with asyncio.timeout(30):
             await check(self, case)
@@ -242,7 +243,6 @@ async def is_evaluated(bench, case):
     assert not bench.source.nacks
 
 
-WAITS = ("cancelled", "stopped")
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 
 

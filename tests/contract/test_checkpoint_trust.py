@@ -54,13 +54,9 @@ def trainer(tmp_path):
     return tmp_path / "trainer"
 
 
-def metadata_of(trainer):
-    return dcp.FileSystemReader(trainer).read_metadata()
-
-
 def forge(trainer, change):
     """Changes the metadata as its writer would have written it."""
-    metadata = metadata_of(trainer)
+    metadata = dcp.FileSystemReader(trainer).read_metadata()
     change(metadata)
     (trainer / ".metadata").write_bytes(pickle.dumps(metadata))
 

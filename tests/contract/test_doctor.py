@@ -14,12 +14,11 @@ import torch
 
 from asyncrl.commands.doctor import main
 from asyncrl.config import checks
-from asyncrl.config.load import load_recipe
 from asyncrl.driver.doctor import machine
 from asyncrl.driver.doctor.examination import examine
 from asyncrl.driver.doctor.machine import Observation, guarded
+from tests.make import QUICKSTART, quickstart
 from tests.processes import ran
-from tests.unit.test_recipes import QUICKSTART
 
 
 def raises(response, row):
@@ -77,7 +76,7 @@ def test_a_machine_that_lacks_something(monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(1 << 26, 0, 1 << 26))
     (finding,) = machine.check_shared_memory()
     assert (finding.status, "--shm-size" in finding.remedy) == ("bad", True)
-    recipe = load_recipe(QUICKSTART, ["rollout.num_replicas=64"])
+    recipe = quickstart("rollout.num_replicas=64")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2048))
     (finding,) = machine.check_files(recipe)
     assert (finding.status, "hard limit is 2048" in finding.remedy) == ("warning", True)
@@ -117,7 +116,7 @@ def test_gpus_that_torch_does_not_find(monkeypatch, tmp_path):
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(checks, "DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (finding,) = machine.check_gpus(load_recipe(QUICKSTART, []))
+    (finding,) = machine.check_gpus(quickstart())
     assert (finding.status, "torch with CUDA" in finding.remedy) == ("bad", True)
 
 

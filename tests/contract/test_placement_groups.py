@@ -10,11 +10,10 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from asyncrl.config.load import load_recipe
 from asyncrl.driver.cluster.placement import words
 from asyncrl.driver.cluster.placement_groups import PlacementGroups, reserved
 from asyncrl.errors import ConfigError, DeadlineExceeded, NoPlace, RunFailed
-from tests.processes import QUICKSTART
+from tests.make import quickstart
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -45,7 +44,7 @@ def cluster():
 
 def recipe(*overrides):
     """Replicas of vLLM, which is not needed for a place."""
-    return load_recipe(QUICKSTART, ["rollout.engine=vllm", "weights.transport=collective", *overrides])
+    return quickstart("rollout.engine=vllm", "weights.transport=collective", *overrides)
 
 
 def spawned(num_gpus, strategy):
@@ -252,7 +251,7 @@ def test_where_there_is_one_place_no_group_is_made(monkeypatch):
     """A run on one machine without GPUs asks Ray for its nodes, and for nothing else."""
     node = {"Alive": True, "NodeID": "here", "Resources": {"CPU": 2.0}}
     monkeypatch.setattr(ray, "nodes", lambda: [node])
-    with reserved(load_recipe(QUICKSTART, [])) as places:
+    with reserved(quickstart()) as places:
         assert isinstance(places, PlacementGroups)
         assert places.of_replica(0) is None
         assert asyncio.run(places.of_ranks(1)) == ["DEFAULT"]

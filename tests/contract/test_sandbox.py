@@ -279,10 +279,10 @@ def test_a_program_does_not_begin_before_its_supervisor_is_protected():
 
 def test_an_end_without_a_word_is_the_failure_of_a_program_that_had_begun():
     """A program that could end its supervisor must not gain by it: a failed attempt is drawn again."""
-    begun = _result((b"", b""), "", {"held": ["landlock", "seccomp"]}, 0.1)
+    begun = _result((b"", b""), "", {"held": ["landlock", "seccomp"]})
     assert (begun.succeeded, begun.exit_code, begun.limit) == (False, None, "")
     with pytest.raises(ProcessDied, match="its processes ended before it did"):
-        _result((b"", b""), "", {}, 0.1)
+        _result((b"", b""), "", {})
 
 
 def test_devices_are_its_own():

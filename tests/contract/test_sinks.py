@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.load import load_recipe
 from asyncrl.observability.metrics_log import MetricsLog
 from asyncrl.observability.sinks import build_sinks
+from tests.make import quickstart
 from tests.processes import ran
 from tests.unit.test_metrics import record
-from tests.unit.test_recipes import QUICKSTART
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def nobody(tmp_path, monkeypatch):
 
 
 def test_the_sinks_take_a_record_without_a_login(tmp_path, nobody):
-    recipe = load_recipe(QUICKSTART, ["observability.sinks=[wandb,tensorboard]"])
+    recipe = quickstart("observability.sinks=[wandb,tensorboard]")
     sinks = build_sinks(recipe, {}, "test", tmp_path)
     log = MetricsLog(tmp_path / "metrics.jsonl", sinks)
     log.write(record(1, **{"reward/mean": 0.5}))

@@ -66,85 +66,85 @@ async def pool():
 
 
 async def test_a_call_that_hangs_is_killed_at_its_deadline_and_the_next_one_is_served(pool):
-    before = int((await pool.call("odd", {"how": "pid"})).text)
-    result = await pool.call("odd", {"how": "child and sleep"})
+    before = int((await pool.run("odd", {"how": "pid"})).text)
+    result = await pool.run("odd", {"how": "child and sleep"})
     assert (result.failed, result.text) == (True, "Error: odd took more than 1 s")
-    assert (await pool.call("calculator", {"expression": "6*7"})).text == "42"
-    assert pool.workers.killed == 1
+    assert (await pool.run("calculator", {"expression": "6*7"})).text == "42"
+    assert pool.killed == 1
     await until(lambda: not is_alive(before))
     below = psutil.Process().children(recursive=True)
     assert not [p for p in below if p.pid == before]
 
 
 async def test_a_call_that_kills_its_process_is_an_error_and_the_next_one_is_served(pool):
-    assert (await pool.call("odd", {"how": "die"})).text == "Error: odd ended without a result"
-    assert (await pool.call("calculator", {"expression": "6*7"})).text == "42"
-    assert pool.workers.died == 1
+    assert (await pool.run("odd", {"how": "die"})).text == "Error: odd ended without a result"
+    assert (await pool.run("calculator", {"expression": "6*7"})).text == "42"
+    assert pool.died == 1
 
 
 async def test_what_a_tool_raises_or_exits_with_is_text_and_costs_nothing(pool):
-    pid = (await pool.call("odd", {"how": "pid"})).text
-    assert (await pool.call("odd", {"how": "x"})).text == "Error: LookupError: no x"
-    assert (await pool.call("odd", {"how": "exit"})).text == "Error: SystemExit: 3"
-    assert (await pool.call("nothing", {})).text.startswith("Error: there is no tool 'nothing'; the tools are")
-    assert (await pool.call("odd", {})).text.startswith("Error: odd takes how")
-    assert (await pool.call("odd", {"how": "pid"})).text == pid
+    pid = (await pool.run("odd", {"how": "pid"})).text
+    assert (await pool.run("odd", {"how": "x"})).text == "Error: LookupError: no x"
+    assert (await pool.run("odd", {"how": "exit"})).text == "Error: SystemExit: 3"
+    assert (await pool.run("nothing", {})).text.startswith("Error: there is no tool 'nothing'; the tools are")
+    assert (await pool.run("odd", {})).text.startswith("Error: odd takes how")
+    assert (await pool.run("odd", {"how": "pid"})).text == pid
 
 
 async def test_a_process_that_died_idle_is_replaced(pool):
-    pid = int((await pool.call("odd", {"how": "pid"})).text)
+    pid = int((await pool.run("odd", {"how": "pid"})).text)
     os.kill(pid, signal.SIGKILL)
     await until(lambda: not is_alive(pid))
-    assert int((await pool.call("odd", {"how": "pid"})).text) != pid
+    assert int((await pool.run("odd", {"how": "pid"})).text) != pid
 
 
 async def test_closing_ends_what_runs_and_refuses_what_waits(pool):
-    running = asyncio.create_task(pool.call("odd", {"how": "sleep"}))
-    waiting = [asyncio.create_task(pool.call("odd", {"how": "pid"})) for _ in range(3)]
+    running = asyncio.create_task(pool.run("odd", {"how": "sleep"}))
+    waiting = [asyncio.create_task(pool.run("odd", {"how": "pid"})) for _ in range(3)]
     await asyncio.sleep(0)
-    pid = next(iter(pool.workers._processes)).pid
+    pid = next(iter(pool._processes)).pid
     await pool.close()
     for call in (running, *waiting):
         with pytest.raises(ProcessDied):
             await asyncio.wait_for(call, 5)
     await until(lambda: not is_alive(pid))
     with pytest.raises(ProcessDied):
-        await pool.call("calculator", {"expression": "1"})
+        await pool.run("calculator", {"expression": "1"})
 
 
 async def test_a_caller_that_gives_up_costs_the_process_and_not_the_pool(pool):
-    call = asyncio.create_task(pool.call("odd", {"how": "sleep"}))
+    call = asyncio.create_task(pool.run("odd", {"how": "sleep"}))
     await asyncio.sleep(0.05)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert (await pool.call("calculator", {"expression": "6*7"})).text == "42"
+    assert (await pool.run("calculator", {"expression": "6*7"})).text == "42"
 
 
 async def test_a_tool_that_cannot_start_is_a_config_error():
     pool = ToolPool(config(f"{__name__}:Refuses"))
     with pytest.raises(ConfigError, match="its index is gone"):
         await pool.start()
-    assert not pool.workers._processes
+    assert not pool._processes
 
 
 @pytest.mark.slow
 async def test_python_prints_fails_and_is_stopped():
     async with opened(ToolPool(config("python", tool_timeout_s=15.0))) as pool:
-        assert (await pool.call("python", {"code": "print(6 * 7)"})).text == "42"
-        failed = await pool.call("python", {"code": "print('so far')\n1 / 0"})
+        assert (await pool.run("python", {"code": "print(6 * 7)"})).text == "42"
+        failed = await pool.run("python", {"code": "print('so far')\n1 / 0"})
         assert failed.failed
         assert "so far" in failed.text
         assert "ZeroDivisionError" in failed.text
-        stuck = await pool.call("python", {"code": "print('begun', flush=True)\nwhile True: pass"})
+        stuck = await pool.run("python", {"code": "print('begun', flush=True)\nwhile True: pass"})
         assert stuck.failed
         assert "limit of" in stuck.text
         assert "begun" in stuck.text
-        assert pool.workers.killed == 0, "the sandbox ends it before the deadline of the call"
+        assert pool.killed == 0, "the sandbox ends it before the deadline of the call"
 
 
 async def test_search_over_a_corpus(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"title": "Moon", "text": "It circles the earth."}\n{"title": "Sun", "text": "It shines."}\n')
     async with opened(ToolPool(config("search", corpus=str(corpus)))) as pool:
-        assert (await pool.call("search", {"query": "what circles the earth"})).text.startswith("1. Moon")
+        assert (await pool.run("search", {"query": "what circles the earth"})).text.startswith("1. Moon")

@@ -29,8 +29,6 @@ RICH = (
     "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}</call>{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-# Known roles in if and elif, and no else, as many templates have it.
-SKIPS = QWEN.replace('message.role == "tool"', "false")
 
 
 def text_of(prompt, template=QWEN, **settings):

@@ -7,7 +7,7 @@ from asyncrl.driver import preflight
 from asyncrl.driver.cluster.placement import SHARE_IN_TURNS, place_run
 from asyncrl.errors import ConfigError
 from asyncrl.inference.engines import ENGINES, require_sleep
-from asyncrl.plan.scenario import Scenario
+from asyncrl.plan.simulation import check_modelled
 from asyncrl.rollout.replica_time import ReplicaUse
 from tests.make import quickstart
 from tests.unit.test_preflight import checked  # noqa: F401 - a fixture
@@ -112,9 +112,9 @@ def test_turns_on_a_gpu_take_neither_nccl_nor_more_gpus_than_there_are():
 
 
 def test_the_planner_knows_the_turns_of_sync_only():
-    assert Scenario.of(colocated()).empties_queue
+    check_modelled(colocated())
     with pytest.raises(ConfigError, match="forecast of placement=colocated in mode one_step_off"):
-        Scenario.of(colocated(*SHORT, mode="one_step_off"))
+        check_modelled(colocated(*SHORT, mode="one_step_off"))
 
 
 def test_every_engine_says_whether_it_sleeps_on_a_cpu():

@@ -10,11 +10,10 @@ import pytest
 
 from asyncrl.commands import dashboard, plan, report
 from asyncrl.commands.top import Watched
-from asyncrl.config.load import load_recipe
 from asyncrl.errors import AsyncRLError
 from asyncrl.json_records import read_json, write_json
 from asyncrl.report.run_files import read_run
-from tests.make import QUICKSTART
+from tests.make import QUICKSTART, quickstart
 from tools.make_sick_run import write_run
 
 NUMBERS = [math.nan, math.inf, 1e308, -1e308, 10**18, 2**63, 10**400, -1, 0, 1.5]
@@ -29,7 +28,7 @@ FILES = ("config.json", "metrics.jsonl", "events.jsonl", "samples.jsonl", "spans
 def run(tmp_path):
     path = write_run(tmp_path / "run", "healthy", 12)
     config = json.loads((path / "config.json").read_text())
-    config["recipe"] = asdict(load_recipe(QUICKSTART, ["observability.sinks=[tensorboard]"]))
+    config["recipe"] = asdict(quickstart("observability.sinks=[tensorboard]"))
     (path / "config.json").write_text(json.dumps(config))
     span = ["trajectory", 1e9, 1e9 + 1, {}], ["request", 1e9, 1e9 + 1, {"replica": 0, "tokens": 5}]
     line = {"ordinal": 0, "attempt": 0, "trajectories": [span]}

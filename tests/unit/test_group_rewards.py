@@ -79,7 +79,7 @@ def test_a_group_reward_is_one_for_each_response():
     reward = build_group_reward(GroupRewardConfig(function=f"{__name__}:given"))
     GIVEN["value"] = [1, RewardResult(2.0, (("style", 0.5),)), np.float32(3)]
     found = reward(["a", "b", "c"], ROW)
-    assert found.rewards == (RewardResult(1.0), RewardResult(2.0, (("style", 0.5),)), RewardResult(3.0))
+    assert found == (RewardResult(1.0), RewardResult(2.0, (("style", 0.5),)), RewardResult(3.0))
     assert build_group_reward(GroupRewardConfig()) is None
 
 
@@ -102,7 +102,7 @@ def test_a_wrong_group_reward_is_named(value, error, found):
 def test_pairs_come_to_win_rates():
     reward = build_group_reward(GroupRewardConfig(function=f"{__name__}:longer", pairwise=True))
     found = reward(["aaa", "a", "aa"], ROW)
-    assert [result.reward for result in found.rewards] == [1.0, 0.0, 0.5]
+    assert [result.reward for result in found] == [1.0, 0.0, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import pickle
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,9 +10,9 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import LedgerError, RunFailed
 from asyncrl.queue.masking import StoredGroup, summarize
-from asyncrl.queue.message_queue import MessageQueue, QueueSpec
+from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.types import EndShares, LeaseManifest, LeaseWait
-from tests.make import begun, group, put, queue_spec, train
+from tests.make import begun, changed, group, put, queue_spec, train
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ async def test_the_round_of_a_group(queue):
 
 
 async def test_lags_are_split_by_where_they_arose(spec):
-    queue = MessageQueue(replace(spec, max_lag=2))
+    queue = MessageQueue(changed(spec, max_lag=2))
     tickets = await admit(queue, 6)
     await put(queue, *tickets[:2])
     await train(queue, 0)
@@ -88,7 +87,7 @@ async def test_admission_wakes_up_with_the_publish(queue):
 
 
 async def test_groups_without_signal_are_filtered_and_their_slot_is_free(spec):
-    queue = MessageQueue(replace(spec, dynamic_sampling=True))
+    queue = MessageQueue(changed(spec, dynamic_sampling=True))
     assert len(await fill(queue, rewards=(1.0, 1.0))) == 4
     assert (await queue.counts()).filtered == 4
     assert len(await admit(queue, 10)) == 4
@@ -102,7 +101,7 @@ async def test_wait_idle(queue):
 
 
 async def test_too_many_failures_end_the_run(spec):
-    queue = MessageQueue(replace(spec, max_attempts=1))
+    queue = MessageQueue(changed(spec, max_attempts=1))
     for _ in range(8):
         for t in await admit(queue, 4):
             await queue.nack(t, "Traceback: boom")
@@ -146,7 +145,7 @@ async def test_every_transition_is_an_event(spec, queue):
 
 
 async def test_a_straggler_is_given_up_told_once_and_generated_again(spec, monkeypatch):
-    queue = MessageQueue(replace(spec, groups_per_step=1, on_overdue="refill"))
+    queue = MessageQueue(changed(spec, groups_per_step=1, on_overdue="refill"))
     late, other = await admit(queue)
     await queue.put(other, group(1))
     await train(queue, 0)
@@ -174,7 +173,7 @@ async def test_a_straggler_is_given_up_told_once_and_generated_again(spec, monke
 
 
 async def test_a_lowered_limit_ends_groups_at_once_and_a_waiting_admission_hears_of_it(spec):
-    queue = MessageQueue(replace(spec, max_lag=2))
+    queue = MessageQueue(changed(spec, max_lag=2))
     trained, late = await admit(queue, 4), await admit(queue)
     await put(queue, *trained)
     for step in (0, 1):
@@ -212,7 +211,7 @@ async def test_nothing_goes_to_a_rollouter_that_is_gone(queue):
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(1, 9))
 async def test_rollouters_that_wait_get_equal_shares_of_what_comes_free(tmp_path_factory, held, others):
     size, clients = sum(held) + others, [f"client {i}" for i in range(len(held))]
-    queue = MessageQueue(QueueSpec(size, 1, 10_000, 3, 1.0, False, tmp_path_factory.mktemp("q") / "events.jsonl"))
+    queue = MessageQueue(queue_spec(tmp_path_factory.mktemp("q"), groups_per_step=size, max_failed_fraction=1.0))
     await fill(queue, size)
     for client, count in zip((*clients, "busy"), (*held, others), strict=True):
         assert len(await admit(queue, count, client)) == count
@@ -229,7 +228,7 @@ async def test_rollouters_that_wait_get_equal_shares_of_what_comes_free(tmp_path
 
 
 async def test_a_group_of_a_version_that_does_not_exist_fails_with_that_reason(queue, spec):
-    for attempt in range(spec.max_attempts):
+    for attempt in range(spec.recipe.rollout.max_attempts):
         ticket = next(t for t in await admit(queue) if t.ordinal == 0)
         assert ticket.attempt == attempt
         await queue.put(ticket, group(0, attempt, versions=(0, 3)))
@@ -259,7 +258,7 @@ async def test_the_answer_to_a_commit_has_the_next_lease_where_its_groups_are_re
 
 
 async def test_what_the_next_step_would_lease_is_foreseen_and_fetched_without_a_change(spec):
-    queue = MessageQueue(replace(spec, max_lag=2))
+    queue = MessageQueue(changed(spec, max_lag=2))
     tickets = await admit(queue, 6)
 
     await put(queue, *tickets[:3])
@@ -291,7 +290,7 @@ async def test_a_lease_that_was_foreseen_is_not_described_again_and_nothing_of_i
         return summarize(stored, leased, **options)
 
     monkeypatch.setattr("asyncrl.queue.message_queue.summarize", counted)
-    queue = MessageQueue(replace(spec, max_lag=2))
+    queue = MessageQueue(changed(spec, max_lag=2))
     await fill(queue, 6)
     await queue.lease(0, 0)
     foreseen = await queue.foresee(1, 0)
@@ -307,7 +306,7 @@ async def test_a_lease_that_was_foreseen_is_not_described_again_and_nothing_of_i
 
 
 async def test_a_group_that_changed_since_it_was_foreseen_is_described_anew(spec):
-    queue = MessageQueue(replace(spec, max_lag=2))
+    queue = MessageQueue(changed(spec, max_lag=2))
     await fill(queue, 4)
     await queue.lease(0, 0)
     (before, _) = await queue.foresee(1, 0)
@@ -320,7 +319,7 @@ async def test_a_group_that_changed_since_it_was_foreseen_is_described_anew(spec
 
 async def test_a_commit_leaves_it_to_the_lease_to_end_the_run(spec):
     limits = {"filtered_window": 4, "max_filtered_fraction": 0.4}
-    queue = MessageQueue(replace(spec, dynamic_sampling=True, **limits))
+    queue = MessageQueue(changed(spec, dynamic_sampling=True, **limits))
     await fill(queue, 2)
     await queue.lease(0, 0)
     await fill(queue, rewards=(1.0, 1.0))
@@ -331,7 +330,7 @@ async def test_a_commit_leaves_it_to_the_lease_to_end_the_run(spec):
 
 
 async def test_groups_that_all_are_filtered_stop_the_run(spec):
-    queue = MessageQueue(replace(spec, dynamic_sampling=True, filtered_window=8))
+    queue = MessageQueue(changed(spec, dynamic_sampling=True, filtered_window=8))
     await fill(queue, rewards=(1.0, 1.0))
     assert isinstance(await queue.lease(0, 0), LeaseWait)
     await fill(queue, rewards=(1.0, 1.0))

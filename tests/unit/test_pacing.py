@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishCosts, TrainingCosts
-from asyncrl.plan.scenario import Scenario
 from asyncrl.plan.simulation import SimulatedStep, Simulation
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.queue.pacing import HISTORY_STEPS, JustInTime, Pacing, least_lead
 from asyncrl.types import LeaseManifest
-from tests.make import begun, group, put, queue_spec
+from tests.make import begun, group, planned, put, queue_spec, remade
 
 RUNS = 60
 TICKS = 1000
@@ -61,6 +60,9 @@ class Outcome:
         return fmean(self.lags[len(self.lags) // 4 :])
 
 
+RECIPE = planned("batch.group_size=1", "algorithm.advantage=reinforce_plus_plus", "rollout.interrupt=keep")
+
+
 def simulate(load: Load, pacing: Pacing) -> Outcome:
     """One replica of groups of one response each; publishes take no time."""
     most = load.groups_per_step * (load.max_lag + 1)
@@ -68,10 +70,9 @@ def simulate(load: Load, pacing: Pacing) -> Outcome:
     generation = GenerationCosts(decode_step_s=decode, prompt_tokens=0, lengths=LengthCosts(quantiles=(1, 1)))
     free = PublishCosts(bytes=0, bytes_per_s=1)
     costs = CostModel(source="", generation=generation, training=TrainingCosts(token_s=0), publish=free)
-    scenario = Scenario(
-        groups_per_step=load.groups_per_step, group_size=1, max_lag=load.max_lag, interrupt="keep", decodes_at_once=most
-    )
-    return Outcome(Simulation(scenario, costs, workload=load, pacing=pacing).run(load.steps))
+    limits = {"batch.groups_per_step": load.groups_per_step, "staleness.max_lag": load.max_lag}
+    recipe = remade(RECIPE, limits | {"rollout.torch.num_slots": most})
+    return Outcome(Simulation(recipe, costs, workload=load, pacing=pacing).run(load.steps))
 
 
 def just_in_time(load: Load) -> JustInTime:

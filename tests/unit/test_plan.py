@@ -8,17 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.load import load_recipe
 from asyncrl.errors import ConfigError
-from asyncrl.plan import Forecast, Scenario, predict, read_costs, write_costs
+from asyncrl.plan import Forecast, predict, read_costs, write_costs
 from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishCosts, TrainingCosts
 from asyncrl.plan.shared_replica import SharedReplica, SimulatedGroup, SimulatedRequest
-from asyncrl.plan.simulation import Simulation, Workload
+from asyncrl.plan.simulation import Simulation, Workload, threads_of
 from benchmarks.verl_table import ROWS, costs, prediction
-from tests.make import QUICKSTART
+from tests.make import planned, quickstart, remade
 
-SYNC = {"max_lag": 0, "empties_queue": True, "interrupt": "drain"}
-ONE_STEP_OFF = {"max_lag": 1, "empties_queue": True, "interrupt": "drain"}
+DRAIN = ("rollout.interrupt=drain", "rollout.request_timeout_s=1")
 TOKENS, STEP_S = 100.0, 0.01
 
 
@@ -38,8 +36,8 @@ def model(*, training_s=1.0, publish_s=0.25, running_s=0.0, loop_s=0.05, cores=N
     )
 
 
-def forecast(costs, **of) -> Forecast:
-    return predict(Scenario(**{"groups_per_step": 4, "group_size": 2, "max_lag": 2} | of), costs, steps=24)
+def forecast(costs, *overrides) -> Forecast:
+    return predict(planned("trainer.num_threads=1", *overrides), costs, steps=24)
 
 
 # -- closed forms ------------------------------------------------------------------------------------------------------
@@ -49,7 +47,7 @@ GROUP_S = TOKENS * STEP_S + 0.02 + 0.1
 
 
 def test_in_sync_everything_happens_in_turn():
-    found = forecast(model(), **SYNC)
+    found = forecast(model(), "mode=sync")
     # The next groups are admitted with the publish, so the rest of the loop runs beside their generation.
     assert found.step_s == pytest.approx(GROUP_S + 1.0 + 0.25)
     assert found.trainer_idle * found.step_s == pytest.approx(GROUP_S - 0.05)
@@ -59,7 +57,7 @@ def test_in_sync_everything_happens_in_turn():
 
 @pytest.mark.parametrize("training_s", [0.2, 5.0])
 def test_one_step_off_takes_the_longer_of_both(training_s):
-    found = forecast(model(training_s=training_s), **ONE_STEP_OFF)
+    found = forecast(model(training_s=training_s), "mode=one_step_off")
     assert found.step_s == pytest.approx(max(GROUP_S, training_s + 0.05) + 0.25)
     assert found.lag_mean == pytest.approx(1.0)
 
@@ -74,21 +72,22 @@ def test_fully_async_where_training_is_slower():
 
 
 def test_just_in_time_is_younger_at_the_same_speed():
-    eager, paced = (forecast(model(training_s=5.0), max_lag=4, pacing=name) for name in ("eager", "just_in_time"))
+    costs, words = model(training_s=5.0), ("staleness.max_lag=4", "staleness.pacing=just_in_time")
+    eager, paced = forecast(costs, *words[:1]), forecast(costs, *words)
     assert paced.lag_mean < eager.lag_mean - 1
     assert paced.step_s == pytest.approx(eager.step_s, rel=0.02)
 
 
 def test_where_slots_are_too_few_requests_take_turns():
     """8 requests, two at a time: four rounds."""
-    found = forecast(model(), decodes_at_once=2, **SYNC)
+    found = forecast(model(), "rollout.torch.num_slots=2", "mode=sync")
     assert found.step_s == pytest.approx(4 * TOKENS * STEP_S + 0.12 + 1.0 + 0.25)
 
 
 def test_processes_that_share_a_core_slow_each_other_down():
     """One core for a trainer and a replica that are both always busy: their times add up."""
     busy = {"training_s": 3.0, "publish_s": 0.11, "loop_s": 0, "tokens": (400.0, 400.0)}
-    alone, shared, enough = (forecast(model(**busy, cores=cores), max_lag=4) for cores in (None, 1.0, 2.0))
+    alone, shared, enough = (forecast(model(**busy, cores=cores), "staleness.max_lag=4") for cores in (None, 1.0, 2.0))
     assert enough == alone
     assert shared.step_s > 1.3 * alone.step_s
 
@@ -96,7 +95,7 @@ def test_processes_that_share_a_core_slow_each_other_down():
 def test_a_rank_wants_a_core_for_each_thread():
     """Training alone, from the first step to the last: with more threads than cores nothing is gained."""
     costs = model(training_s=10.0, publish_s=0.11, loop_s=0, cores=2.0)
-    alone, two, four = (forecast(costs, num_threads=n).step_s - 0.11 for n in (1, 2, 4))
+    alone, two, four = (forecast(costs, f"trainer.num_threads={n}").step_s - 0.11 for n in (1, 2, 4))
     assert alone == pytest.approx(10.0, rel=0.02)
     assert two == pytest.approx(10.0 / 2 / 0.65, rel=0.1)
     assert four > two
@@ -114,7 +113,7 @@ def test_the_rollouter_and_what_works_beside_it_take_their_share_of_the_cores(wh
 def test_the_rollouter_takes_one_response_after_the_other():
     """In sync, whose groups come all at once, a batch waits for 8 times 0.2 s; what works beside it holds up nobody."""
     without, with_it, beside = (
-        forecast(replace(model(), **{who: 0.2}), **SYNC) for who in ("loop_s", "rollouter_s", "beside_s")
+        forecast(replace(model(), **{who: 0.2}), "mode=sync") for who in ("loop_s", "rollouter_s", "beside_s")
     )
     assert with_it.step_s == pytest.approx(GROUP_S + 8 * 0.2 + 1.0 + 0.25)
     assert beside.step_s == pytest.approx(GROUP_S + 1.0 + 0.25)
@@ -134,21 +133,21 @@ def test_ranks_share_the_tokens_less_what_each_doubling_costs():
 
 def test_a_drained_publish_waits_for_the_longest_response():
     costs = model(training_s=0.3, tokens=(100.0, 1000.0))
-    kept, drained = (forecast(costs, interrupt=how) for how in ("keep", "drain"))
+    kept, drained = forecast(costs, "rollout.interrupt=keep"), forecast(costs, *DRAIN)
     assert kept.publish_s == pytest.approx(0.25)
     assert drained.publish_s > 3.0
 
 
 def test_a_publish_beside_training_costs_no_time_unless_it_is_the_longer_one():
-    waits, beside = (forecast(model(), overlaps_publish=overlaps) for overlaps in (False, True))
+    waits, beside = (forecast(model(), f"weights.overlap={overlaps}") for overlaps in ("false", "true"))
     assert (waits.step_s, beside.step_s) == (pytest.approx(1.0 + 0.25 + 0.05), pytest.approx(1.0 + 0.05))
     assert beside.publish_s == pytest.approx(0.25)
-    assert forecast(model(publish_s=2.0, running_s=1.9), overlaps_publish=True).step_s == pytest.approx(2.0)
+    assert forecast(model(publish_s=2.0, running_s=1.9), "weights.overlap=true").step_s == pytest.approx(2.0)
 
 
 def test_a_rolling_publish_holds_up_a_wave_at_a_time():
-    whole = forecast(model(training_s=4.0), num_replicas=4)
-    rolling = forecast(model(training_s=4.0), num_replicas=4, rolling_replicas=2)
+    four, rolls = "rollout.num_replicas=4", ("weights.rolling=true", "weights.rolling_replicas=2")
+    whole, rolling = forecast(model(training_s=4.0), four), forecast(model(training_s=4.0), four, *rolls)
     assert rolling.publish_s == pytest.approx(2 * whole.publish_s)
     assert rolling.paused_s == pytest.approx(whole.paused_s)
 
@@ -159,14 +158,15 @@ def test_replicas_generate_while_a_publish_prepares():
 
 def test_groups_without_a_signal_are_generated_and_not_trained():
     costs = replace(model(training_s=0.1), filtered_share=0.5)
-    plain, filtered = (forecast(costs, decodes_at_once=4, dynamic_sampling=on) for on in (False, True))
+    words = "rollout.torch.num_slots=4", "algorithm.dynamic_sampling=true"
+    plain, filtered = forecast(costs, *words[:1]), forecast(costs, *words)
     assert filtered.step_s > 1.5 * plain.step_s
 
 
 def test_prefilling_again_takes_time():
     costs = model(training_s=0.1, publish_s=0.2, loop_s=0)
     costs = replace(costs, generation=replace(costs.generation, prefill_tokens_per_s=500.0))
-    kept, resumed = (forecast(costs, interrupt=how) for how in ("keep", "abort_resume"))
+    kept, resumed = (forecast(costs, f"rollout.interrupt={how}") for how in ("keep", "abort_resume"))
     assert resumed.step_s > kept.step_s
 
 
@@ -240,24 +240,37 @@ def test_a_replica_is_what_ticks_make_it(given_arrivals, given_swaps, slots, slo
 
 # -- every run ---------------------------------------------------------------------------------------------------------
 
-scenarios = st.builds(
-    dict,
-    groups_per_step=st.integers(1, 6),
-    group_size=st.integers(1, 4),
-    max_lag=st.integers(0, 4),
-    publish_every_steps=st.integers(1, 3),
-    empties_queue=st.booleans(),
-    overlaps_publish=st.booleans(),
-    interrupt=st.sampled_from(["abort_resume", "keep", "drain"]),
-    on_overdue=st.sampled_from(["wait", "refill", "mask"]),
-    pacing=st.sampled_from(["eager", "just_in_time"]),
-    num_replicas=st.integers(1, 5),
-    decodes_at_once=st.integers(1, 20),
-    num_ranks=st.integers(1, 2),
-    num_threads=st.integers(1, 3),
-    rolling_replicas=st.sampled_from([None, 1, 2]),
-    dynamic_sampling=st.booleans(),
-    seed=st.integers(0, 1000),
+
+def drawn_recipe(mode, rolling, **of):
+    """`of`: key -> value, without its section where several keys would have the same name."""
+    lag, key = {"sync": 0, "one_step_off": 1}.get(mode, of["staleness.max_lag"]), "staleness.publish_every_steps"
+    of[key] = min(of[key], lag + 1)
+    of |= {"mode": mode, "rollout.request_timeout_s": 1.0, "rollout.sampling.max_response_tokens": 400}
+    if rolling is not None:
+        of |= {"weights.rolling": True, "weights.rolling_replicas": rolling}
+    return remade(planned(), of)
+
+
+recipes = st.builds(
+    drawn_recipe,
+    mode=st.sampled_from(["sync", "one_step_off", "fully_async", "fully_async"]),
+    rolling=st.sampled_from([None, 1, 2]),
+    **{
+        "batch.groups_per_step": st.integers(1, 6),
+        "batch.group_size": st.sampled_from([2, 4]),
+        "staleness.max_lag": st.integers(0, 4),
+        "staleness.publish_every_steps": st.integers(1, 3),
+        "weights.overlap": st.booleans(),
+        "rollout.interrupt": st.sampled_from(["abort_resume", "keep", "drain"]),
+        "staleness.on_overdue": st.sampled_from(["wait", "refill", "mask"]),
+        "staleness.pacing": st.sampled_from(["eager", "just_in_time"]),
+        "rollout.num_replicas": st.integers(1, 5),
+        "rollout.torch.num_slots": st.integers(1, 20),
+        "trainer.num_ranks": st.integers(1, 2),
+        "trainer.num_threads": st.integers(1, 3),
+        "algorithm.dynamic_sampling": st.booleans(),
+        "run.seed": st.integers(0, 1000),
+    },
 )
 cost_models = st.builds(
     lambda slope, training_s, sigma, prefill, publish_s, cores, share: CostModel(
@@ -288,47 +301,44 @@ cost_models = st.builds(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(scenarios, cost_models)
-def test_what_holds_of_every_run(drawn, costs):
-    drawn["publish_every_steps"] = min(drawn["publish_every_steps"], drawn["max_lag"] + 1)
-    if drawn["empties_queue"]:
-        drawn |= {"pacing": "eager", "rolling_replicas": None, "interrupt": "drain", "overlaps_publish": False}
-    scenario = Scenario(response_limit=400, **drawn)
-    steps = Simulation(scenario, costs).run(10)
+@given(recipes, cost_models)
+def test_what_holds_of_every_run(recipe, costs):
+    steps = Simulation(recipe, costs).run(10)
     assert len(steps) == 10
     ended, before = 0.0, None
     for step in steps:
         assert ended == pytest.approx(step.asked)
         assert step.asked <= step.leased <= step.trained <= step.published_from <= step.ended + 1e-9
         assert not before or before.published_from + before.publish_s <= step.trained + 1e-9, "it ends first"
-        assert 0 <= step.lag_max <= scenario.max_lag, "the bound holds here as it does in a run"
-        assert step.masked == 0 or scenario.on_overdue == "mask"
+        assert 0 <= step.lag_max <= recipe.max_lag, "the bound holds here as it does in a run"
+        assert step.masked == 0 or recipe.staleness.on_overdue == "mask"
         assert step.waited_s >= 0
-        trained = (step.tokens + step.masked) + 30 * scenario.samples_per_step
-        least = costs.training.seconds(trained, scenario.num_ranks, scenario.num_threads)
+        trained = (step.tokens + step.masked) + 30 * recipe.batch.num_trajectories
+        least = costs.training.seconds(trained, recipe.trainer.num_ranks, threads_of(recipe, costs.cores))
         assert step.trained - step.leased >= least * (1 - 1e-9)
-        if costs.cores is None and not scenario.overlaps_publish:
+        if costs.cores is None and not recipe.overlaps_publish:
             assert step.trained - step.leased == pytest.approx(least)
         ended, before = step.ended, step
-    forecast = Forecast.of(steps, scenario)
+    forecast = Forecast.of(steps, recipe)
     assert 0 <= forecast.trainer_idle <= 1
     assert 0 <= forecast.replica_idle <= 1
     assert forecast.lag_mean <= forecast.lag_max
-    assert steps == Simulation(scenario, costs).run(10), "the same seed gives the same run"
+    assert steps == Simulation(recipe, costs).run(10), "the same seed gives the same run"
 
 
 def test_a_run_trains_what_it_generates():
     """Nothing is lost between the draw of the lengths and the tokens of the steps."""
-    scenario = Scenario(**{"groups_per_step": 4, "group_size": 2} | SYNC)
+    recipe = planned("mode=sync")
     costs = model(tokens=(10.0, 500.0))
-    drawn = Workload(scenario, costs)
-    for number, step in enumerate(Simulation(scenario, costs).run(3)):
+    drawn = Workload(recipe, costs)
+    for number, step in enumerate(Simulation(recipe, costs).run(3)):
         due = sum(sum(drawn.lengths(ordinal, 2)) for ordinal in range(4 * number, 4 * number + 4))
         assert step.tokens == pytest.approx(due)
 
 
 def test_a_thousand_replicas():
-    found = predict(Scenario(groups_per_step=64, group_size=16, max_lag=1, num_replicas=1000), model(), steps=6)
+    many = "batch.groups_per_step=64", "batch.group_size=16", "staleness.max_lag=1", "rollout.num_replicas=1000"
+    found = predict(planned(*many), model(), steps=6)
     assert found.step_s == pytest.approx(1.0 + 0.25 + 0.05, rel=0.3)
     assert found.replica_idle > 0.5
 
@@ -392,16 +402,10 @@ def test_lengths_grow_with_their_share(a, b):
     assert LengthCosts(median=50.0, sigma=1.0).tokens(0.5, 0.5, math.inf) == pytest.approx(50)
 
 
-def test_a_scenario_is_what_the_modes_of_a_recipe_resolve_to():
-    recipe = QUICKSTART
-    sync = Scenario.of(load_recipe(recipe, ["mode=sync", "staleness.pacing=just_in_time", "weights.rolling=true"]))
-    assert (sync.max_lag, sync.empties_queue, sync.interrupt) == (0, True, "drain")
-    assert (sync.pacing, sync.rolling_replicas) == ("eager", None)
-    words = ["staleness.pacing=just_in_time", "weights.rolling=true", "rollout.torch.num_slots=7"]
-    free = Scenario.of(load_recipe(recipe, words))
-    assert (free.max_lag, free.empties_queue, free.interrupt) == (2, False, "abort_resume")
-    assert (free.pacing, free.rolling_replicas, free.decodes_at_once) == ("just_in_time", 1, 7)
-    assert (free.samples_per_step, free.response_limit) == (256, 64)
+def test_a_recipe_is_simulated_with_its_limits():
+    recipe = quickstart("rollout.torch.num_slots=7")
+    assert max(Workload(recipe, model(tokens=(10.0, 500.0))).lengths(0, 16)) == 64
+    assert [threads_of(quickstart("trainer.num_ranks=2", "mode=sync"), cores) for cores in (None, 8.0)] == [None, 4]
 
 
 # -- verl's table ------------------------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from asyncrl.commands.plan import combinations, main, probe
 from asyncrl.errors import ConfigError, RunFailed
-from asyncrl.plan import Scenario, read_costs, write_costs
+from asyncrl.plan import read_costs, write_costs
 from asyncrl.plan.costs import CostModel, GenerationCosts, LengthCosts, PublishCosts, TrainingCosts
 from asyncrl.plan.fit import Traced, costs_of_run, measured, uncontended
 from asyncrl.plan.simulation import Simulation
 from asyncrl.report.run_files import read_run, read_spans
 from asyncrl.types.metrics import Metric
-from tests.make import QUICKSTART, ROOT, quickstart
+from tests.make import QUICKSTART, ROOT, planned, quickstart
 
 STEPS, START, STEP_S = 20, 1_700_000_000.0, 2.0
 LATENCY_S, TOKEN_S, SHARED_S, REST_S = 0.05, 0.004, 0.0002, 0.3
@@ -83,7 +83,7 @@ def run_directory(tmp_path):
 
 def fitted(directory: Path, cores: float | None = None) -> CostModel:
     run = read_run(directory)
-    return costs_of_run(run, Traced.of(read_spans(run)), Scenario.of(quickstart()), cores)
+    return costs_of_run(run, Traced.of(read_spans(run)), quickstart(), cores)
 
 
 def test_the_costs_of_a_run_are_found_again(run_directory):
@@ -160,7 +160,7 @@ def test_a_run_without_the_costs_says_what_is_missing(run_directory, damage, fou
 
 def test_the_slowdown_by_shared_cores_is_taken_out():
     """A run on one core, as it would be measured: the costs come out as if each process had a core."""
-    scenario = Scenario(groups_per_step=8, group_size=4, max_lag=2, num_replicas=2)
+    recipe = planned("batch.groups_per_step=8", "batch.group_size=4", "rollout.num_replicas=2", "trainer.num_threads=1")
     alone = CostModel(
         source="",
         generation=GenerationCosts(
@@ -170,7 +170,7 @@ def test_the_slowdown_by_shared_cores_is_taken_out():
         publish=PublishCosts(bytes=0, bytes_per_s=1, fixed_s=0.1),
         cores=1.5,
     )
-    steps = Simulation(scenario, alone).run(80)
+    steps = Simulation(recipe, alone).run(80)
     late = steps[20:]
     wall, busy = late[-1].ended - steps[19].ended, late[-1].busy_s - steps[19].busy_s
     line = {
@@ -183,7 +183,7 @@ def test_the_slowdown_by_shared_cores_is_taken_out():
         generation=replace(alone.generation, decode_step_s=((1, 0.017), (32, 0.051))),
         training=replace(alone.training, token_s=3e-4, step_s=0.75),
     )
-    found = uncontended(slow, [line], scenario)
+    found = uncontended(slow, [line], recipe)
     assert found.training.token_s == pytest.approx(2e-4, rel=0.05)
     assert found.generation.decode_step_s[0][1] == pytest.approx(0.01, rel=0.05)
 

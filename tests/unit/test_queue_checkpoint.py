@@ -20,7 +20,7 @@ from asyncrl.types import (
     Segment,
     Ticket,
 )
-from tests.make import group, put, queue_spec, train, trajectory
+from tests.make import changed, group, put, queue_spec, train, trajectory
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ async def test_the_events_say_what_a_restore_undoes(spec, queue, tmp_path):
 
 
 async def test_the_windows_are_kept(spec, queue, tmp_path):
-    for _ in range(spec.max_attempts):
+    for _ in range(spec.recipe.rollout.max_attempts):
         await queue.nack((await queue.admit(1, 0)).tickets[0], "boom")
     restored, _ = await reloaded(queue, spec, tmp_path / "a")
     shares = []
@@ -196,12 +196,12 @@ async def test_the_windows_are_kept(spec, queue, tmp_path):
 
 
 async def test_a_checkpoint_made_under_mask_can_be_gone_on_with_under_wait(spec, tmp_path):
-    queue = MessageQueue(replace(spec, groups_per_step=1, max_lag=1, on_overdue="mask"))
+    queue = MessageQueue(changed(spec, groups_per_step=1, max_lag=1, on_overdue="mask"))
     (late,) = (await queue.admit(1, 0)).tickets
     for number in range(2):
         await step(queue, number)
     await queue.put(late, group(0, versions=(0, 2)))
-    restored, counts = await reloaded(queue, replace(spec, groups_per_step=1, max_lag=1), tmp_path / "a")
+    restored, counts = await reloaded(queue, changed(spec, groups_per_step=1, max_lag=1), tmp_path / "a")
     assert counts.expired == 1
     await step(restored, 2)
 

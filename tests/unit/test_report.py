@@ -10,7 +10,7 @@ from asyncrl.commands.report import main, page
 from asyncrl.errors import ConfigError
 from asyncrl.observability.charts import CHARTS
 from asyncrl.report.findings import findings, helps_most
-from asyncrl.report.lifetimes import Lifetimes
+from asyncrl.report.lifetimes import lifetimes
 from asyncrl.report.page_data import page_data
 from asyncrl.report.run_files import read_run
 from asyncrl.types.metrics import Metric
@@ -29,7 +29,7 @@ NAMED = {
 
 def found_in(path):
     run = read_run(path)
-    return findings(run, Lifetimes.of(run.events))
+    return findings(run, lifetimes(run.events))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -77,7 +77,7 @@ def group(at, transition, ordinal, attempt=0, version=3, oldest=2):
 
 
 def test_lifetimes_follow_requeues_and_releases():
-    lives = Lifetimes.of(
+    lives = lifetimes(
         [
             group(1, "admitted", 7), group(2, "requeued", 7, attempt=1), group(3, "reissued", 7, attempt=1),
             group(5, "ready", 7, attempt=1), group(6, "leased", 7, attempt=1), group(7, "released", 7, attempt=1),
@@ -85,11 +85,10 @@ def test_lifetimes_follow_requeues_and_releases():
             group(4, "admitted", 8), group(9, "expired", 8),
         ]
     )  # fmt: skip
-    first, second, third = lives.all
+    first, second, third = lives
     assert (first.end, first.ended) == ("requeued", 2)
     assert (second.admitted, second.ready, second.leased, second.ended) == (3, 5, 8, 9)
     assert (second.step, second.lag, third.end, third.lag) == (4, 1, "expired", None)
-    assert lives.generation_s == [2]
 
 
 def test_texts_of_a_run_cannot_end_the_script(tmp_path):

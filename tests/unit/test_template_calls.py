@@ -16,7 +16,6 @@ from asyncrl.data.tool_calls import (
     ToolCall,
     ToolSignature,
     described,
-    format_of,
     parser_for,
     shown,
     template_text,
@@ -166,8 +165,8 @@ def test_schemas_that_say_nothing_leave_types_open():
     ],
 )
 def test_a_format_that_has_a_name_goes_by_it(calls, name):
-    assert format_of(template_of(calls)) == name
-    assert format_of(QWEN) == "hermes"
+    assert parser_for("auto", template_of(calls)) == name
+    assert parser_for("auto", QWEN) == "hermes"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,6 @@ def test_a_format_that_has_a_name_goes_by_it(calls, name):
 )
 def test_a_template_whose_calls_cannot_be_read_gets_its_tools_in_words(calls):
     template = template_of(calls)
-    assert format_of(template) is None
     assert parser_for("auto", template) == "hermes"
     prompt = tools_for([SCHEMA], parser_for("auto", template), template)
     tokenizer = SimpleNamespace(chat_template=template)
@@ -220,7 +218,6 @@ def test_what_a_reply_says_before_its_calls_is_kept(form):
 
 def test_arguments_come_as_text_where_the_template_wants_them_so():
     template = template_of(CALLS["deepseek"])
-    assert format_of(template) is None, "not of the messages that clients send"
     assert json.dumps({"code": "42"}) in reply_with(template, ToolCall("run", {"code": "42"}))
 
 

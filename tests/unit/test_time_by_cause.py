@@ -90,7 +90,7 @@ def test_shares_are_of_the_time_between_two_looks():
     shares = ReplicaShares(lambda: fleet[0])
 
     def look(pid, **seconds):
-        stats = RolloutStats(pid, 0, 0, (), 1, 0, 0.0, replica_s={"generating": 0.0, "gate_closed": 0.0} | seconds)
+        stats = RolloutStats(pid, 0, 0, (), 0.0, replica_s={"generating": 0.0, "gate_closed": 0.0} | seconds)
         return shares.since_last(stats)
 
     assert look(1) == {}

@@ -74,10 +74,6 @@ def receiver_of(tensors):
     return SimpleNamespace(receive=receive)
 
 
-def manifest_of(tensors, encoding):
-    return make_manifest(1, 1, [spec_of(*item) for item in tensors.items()], 1 << 20, encoding=encoding)
-
-
 class Model:
     """A model that is served, and publishes to it as an engine receives them."""
 
@@ -87,7 +83,8 @@ class Model:
 
     def publish(self, tensors, encoding, *, fails=False):
         """Returns whether all of the model was written."""
-        manifest = manifest_of(tensors, encoding)
+        specs = [spec_of(*item) for item in tensors.items()]
+        manifest = make_manifest(1, 1, specs, 1 << 20, encoding=encoding)
         scope = self.decoder.scope(manifest)
         sink = ParameterSink(self.targets)
         self.decoder.receive(receiver_of(tensors), manifest, scope, sink, 1.0)

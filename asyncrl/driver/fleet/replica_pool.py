@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from asyncrl.driver.fleet.device_turns import SharedDevices
 from asyncrl.driver.fleet.membership import ASK_AGAIN_S, EXIT_S, LEAVE_S, Membership, PoolSettings, after_failure
@@ -20,7 +19,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RunFaile
 from asyncrl.inference.replica import GRACE_S, Replica
 from asyncrl.inference.replica_actor import ReplicaControl
 from asyncrl.remote.failure_policy import RestartBudget
-from asyncrl.remote.tasks import cancel
+from asyncrl.remote.tasks import cancel, kept
 from asyncrl.types import ReplicaRow, ReplicaState, ReplicaStats, ReplicaTable, events
 
 logger = logging.getLogger(__name__)
@@ -219,7 +218,7 @@ class ReplicaPool:
         control = self._controls[replica_id] = self._spawn(replica_id)  # before it becomes a member: may raise
         self._membership.add(replica_id)
         self._on_event(events.ReplicaJoined(replica_id))
-        self._spawn_task(self._start(replica_id, control, 0.0), f"start replica {replica_id}")
+        kept(self._tasks, self._start(replica_id, control, 0.0), f"start replica {replica_id}")
         self._tell_soon(replica_id)
 
     def leave(self, replica_id: int, why: events.Departure) -> None:
@@ -234,7 +233,7 @@ class ReplicaPool:
         self._membership.apply(replica_id, "leave")
         self._on_event(events.ReplicaLeft(replica_id, why))
         leaves = self._leave(replica_id, self._controls[replica_id], stops=was_up)
-        self._spawn_task(leaves, f"leave of replica {replica_id}")
+        kept(self._tasks, leaves, f"leave of replica {replica_id}")
 
     # -- publishes -----------------------------------------------------------------------------------------------
 
@@ -355,7 +354,7 @@ class ReplicaPool:
         self._details[replica_id] = str(why)
         # A new control: a publish that still holds the old control cannot reach the replica after it rejoined.
         self._controls[replica_id] = control.abandon()
-        self._spawn_task(self._rejoin(replica_id, self._controls[replica_id], why), f"rejoin replica {replica_id}")
+        kept(self._tasks, self._rejoin(replica_id, self._controls[replica_id], why), f"rejoin replica {replica_id}")
         self._tell_soon(replica_id)
 
     async def _rejoin(self, replica_id: int, control: ReplicaControl, why: BaseException | str) -> None:
@@ -392,7 +391,7 @@ class ReplicaPool:
         control.kill()
         if self._devices is not None:
             self._devices.turns.killed(replica_id)
-            self._spawn_task(self._exit(replica_id, control), f"exit of replica {replica_id}")
+            kept(self._tasks, self._exit(replica_id, control), f"exit of replica {replica_id}")
         # Phase 2: record the failure before `replace` begins the next incarnation.
         self._membership.apply(replica_id, "failed")
         self._details[replica_id] = str(why)
@@ -402,7 +401,7 @@ class ReplicaPool:
             self._changed.set()
         elif (delay_s := self._membership.replace(replica_id)) is not None:
             control = self._controls[replica_id] = self._spawn(replica_id)
-            self._spawn_task(self._start(replica_id, control, delay_s), f"replace replica {replica_id}")
+            kept(self._tasks, self._start(replica_id, control, delay_s), f"replace replica {replica_id}")
         else:
             found = f"it failed after {self._budget.total} replacement(s) in this run, {self._budget}: {why}"
             do = "see the log of the run; raise recovery.max_replica_restarts, or go on with resume=auto"
@@ -480,12 +479,7 @@ class ReplicaPool:
             self._details.pop(replica_id, None)
 
     def _tell_soon(self, replica_id: int) -> None:
-        self._spawn_task(self._clients.tell_soon(), f"tell of replica {replica_id}")
-
-    def _spawn_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept(self._tasks, self._clients.tell_soon(), f"tell of replica {replica_id}")
 
     async def _wait_change(self) -> None:
         """Returns when a replica came up; raises RunFailed when a replica is lost for good."""

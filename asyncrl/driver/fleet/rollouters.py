@@ -21,7 +21,7 @@ from asyncrl.driver.fleet.actor_channels import channels
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, RunFailed, explain
 from asyncrl.remote.actor_client import CALL_TIMEOUT_S, ActorClient
 from asyncrl.remote.failure_policy import FailureAction, RestartBudget, failure_action
-from asyncrl.remote.tasks import cancel, concurrently, retrieved
+from asyncrl.remote.tasks import cancel, concurrently, kept, retrieved
 from asyncrl.remote.waits import FOREVER_S, ROLLOUTER
 from asyncrl.rollout.rollouter import Rollouter
 from asyncrl.types import EvalResult, PartialGroup, ReplicaTable, RolloutStats, Trajectory
@@ -245,9 +245,7 @@ class Rollouters:
             # Requeue before the start: the queue then refuses late calls of the dead client.
             started_s = time.monotonic()
             taken = await self._take_back(f"the rollouter failed: {failure}", dead.client_id)
-            task = asyncio.create_task(self._drop(dead.client_id), name=f"forget {dead.client_id}")
-            self._forgetting.add(task)
-            task.add_done_callback(self._forgetting.discard)
+            kept(self._forgetting, self._drop(dead.client_id), f"forget {dead.client_id}")
             member.current = self._new()
             try:
                 await self._start(member, self._start_timeout_s)

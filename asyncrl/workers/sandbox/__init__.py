@@ -63,8 +63,7 @@ class SandboxResult:
 
     `exit_code`: as in subprocess (-signal); None if it was killed for a limit from outside, or did not report. `limit`:
     the limit that it hit, if known; "memory", "file" and "processes" include an exception of that kind. `held`: its
-    confinement, of "namespaces", "landlock" (or "mounts"), "seccomp"; "basic": no filter of system calls. `wall_s`:
-    includes starting the processes.
+    confinement, of "namespaces", "landlock" (or "mounts"), "seccomp"; "basic": no filter of system calls.
     """
 
     stdout: str
@@ -72,7 +71,6 @@ class SandboxResult:
     exit_code: int | None
     limit: Limit
     held: tuple[str, ...]
-    wall_s: float
 
     @property
     def succeeded(self) -> bool:
@@ -111,7 +109,7 @@ def run_python(
             outcome: dict[str, Any] = {}
             for line in (pipe.read(_CHUNK_BYTES) or b"").splitlines():
                 outcome |= json.loads(line)
-    return _result(streams, met, outcome, time.monotonic() - started)
+    return _result(streams, met, outcome)
 
 
 def protection(level: Level = "namespaces") -> tuple[str, ...]:
@@ -298,7 +296,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             stream.close()
 
 
-def _result(streams: tuple[bytes, bytes], met: Limit, outcome: dict[str, Any], wall_s: float) -> SandboxResult:
+def _result(streams: tuple[bytes, bytes], met: Limit, outcome: dict[str, Any]) -> SandboxResult:
     stdout, stderr = (stream.decode(errors="replace") for stream in streams)
     status = outcome.get("status")
     exit_code = None if met or status is None else os.waitstatus_to_exitcode(status)
@@ -308,7 +306,7 @@ def _result(streams: tuple[bytes, bytes], met: Limit, outcome: dict[str, Any], w
         raise ProcessDied(explain("a program in the sandbox", found, "free memory, or see the log of the kernel"))
     if not limit and exit_code:
         limit = _limit_of(exit_code, stderr)
-    return SandboxResult(stdout, stderr, exit_code, limit, tuple(outcome.get("held", ())), wall_s)
+    return SandboxResult(stdout, stderr, exit_code, limit, tuple(outcome.get("held", ())))
 
 
 _EXCEPTIONS: dict[str, Limit] = {
