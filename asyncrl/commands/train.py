@@ -33,8 +33,10 @@ from asyncrl.commands import EXIT_SIGNAL_BASE, log_failure, plain_console, refus
 from asyncrl.config.hidden import Hidden
 from asyncrl.config.hub import use_cache_if_unreachable
 from asyncrl.config.load import Loaded, environment_defaults, load, serving_api_key
-from asyncrl.driver import preflight
+from asyncrl.driver import hardware, preflight
 from asyncrl.driver.cluster.fork_server import ForkServer
+from asyncrl.driver.cluster.placement import place_run
+from asyncrl.driver.hardware import parse_machines
 from asyncrl.driver.preload import start_preloading
 from asyncrl.errors import ConfigError, StorageError
 from asyncrl.registry import make_importable
@@ -54,7 +56,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("recipe", type=Path, help="recipe in YAML, for example recipes/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key, for example run.max_steps=5")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, start nothing")
+    parser.add_argument("--on", metavar="MACHINES", help="with --dry-run: for 8xH100 or 2x8xH200, with expected times")
+    parser.add_argument("--mean-response", type=int, metavar="N", help="with --on: tokens; unset: half of the longest")
     arguments = parser.parse_intermixed_args(argv)
+    if (arguments.on or arguments.mean_response) and not (arguments.dry_run and arguments.on):
+        parser.error("--on is for --dry-run, and --mean-response for --on")
     collect_seldom()
     console = Console(stderr=False)
     for name, value in environment_defaults().items():
@@ -83,6 +89,10 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
         recipe = replace(recipe, model=replace(recipe.model, date=date))
         use_cache_if_unreachable(preflight.hub_names(recipe))
         start_preloading(forks, recipe)  # imports while this process reads the input and starts Ray
+    machines = parse_machines(arguments.on) if arguments.on else None
+    if machines is not None:
+        recipe = replace(recipe, ray=replace(recipe.ray, gpu_memory_gib=machines[0].memory_gib))
+        place_run(recipe, machines[1])
     # Phase 1: check everything and print the plan. A dry run ends here.
     preflight.check_packages(recipe, missing_ok=dry_run)  # a dry run may be for another machine
     recipe, found = preflight.with_fitting_batch(recipe, preflight.check_recipe(recipe, use_hub=not dry_run), loaded)
@@ -90,6 +100,8 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
     say(f"asyncrl-train {name}", style="bold")
     for label, text in preflight.describe(recipe, found):
         say(f"  {label:<9} {hide(text)}")
+    if machines is not None:
+        say(f"  expected  {hardware.describe(recipe, found.facts, machines[0], arguments.mean_response)}")
     if dry_run:
         say("  dry run: the recipe is valid; nothing was started")
         return 0

@@ -14,7 +14,7 @@ from math import prod
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.errors import ConfigError, explain
-from asyncrl.trainer.model_tensors import layer_of, model_tensors
+from asyncrl.trainer.model_tensors import MODEL_TYPES, layer_of, model_tensors
 from asyncrl.types import ModelFacts
 
 GIB = 1 << 30
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU: memory, dense bfloat16 FLOP/s and bytes/s of memory. Source: NVIDIA's data sheets, SXM where it exists."""
+    """One GPU: memory, dense bfloat16 FLOP/s and bytes/s of memory. Source: NVIDIA's data sheets, of SXM where sold."""
 
     memory_gib: float
     flops: float
@@ -84,6 +84,18 @@ class Expected:
     train_s: float
     publish_s: float
     step_s: float
+
+
+def describe(recipe: Recipe, facts: ModelFacts, gpu: Gpu, mean_response: int | None) -> str:
+    """The plan's line. `mean_response`: tokens; None: half of the longest."""
+    prompt = recipe.data.max_prompt_tokens / 2
+    response = mean_response or (recipe.rollout.max_model_len - prompt) / 2
+    if (found := expected(recipe, facts, gpu, prompt=prompt, response=response)) is None:
+        return f"not known: no sizes of {facts.name} ({', '.join(MODEL_TYPES)} are known from their config)"
+    how = "one after the other" if recipe.mode == "sync" or recipe.is_colocated else "concurrently"
+    text = f"a step of {found.step_s:.0f} s: generation {found.generate_s:.0f}, training {found.train_s:.0f}, {how}, "
+    text += f"publish {found.publish_s:.0f}; for prompts of {prompt:.0f} and responses (--mean-response) of "
+    return f"{text}{response:.0f} tokens in the mean, give or take 30 %"
 
 
 def parse_machines(text: str) -> tuple[Gpu, list[int]]:

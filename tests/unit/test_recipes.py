@@ -520,6 +520,27 @@ def test_a_replica_decodes_as_many_requests_as_its_cache_holds(name, words, plac
     assert [int(number) for number in found] == [places] * (places is not None)
 
 
+def test_a_dry_run_for_named_machines_says_what_a_step_takes(hub_cache, dry_run):
+    plan = dry_run("grpo_qwen3_30b_a3b", "--on", "2x8xH100", "--mean-response", "6000")
+    assert "trainer.recompute=selective: a rank takes up to" in plan, "GPUs of 80 GB"
+    seconds = re.search(r"expected a step of (\d+) s: generation (\d+), training (\d+), concurrently", plan).groups()
+    assert max(map(int, seconds[1:])) <= int(seconds[0]) < sum(map(int, seconds[1:]))
+    assert "responses (--mean-response) of 6000 tokens" in plan
+    assert "one after the other" in dry_run("gsm8k_qwen", "mode=sync", "--on", "2xA100")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "found"),
+    [
+        ("dapo_qwen", ["--on", "8xH100"], "nodes with 8 GPUs: 8 of 16"),
+        ("gsm8k_qwen", ["--on", "2xRTX4090"], "of the 24 GiB of its GPU"),
+        ("gsm8k_qwen", ["--on", "2xV100"], "known are A100-40GB"),
+    ],
+)
+def test_machines_that_do_not_hold_a_run_are_refused(name, words, found, hub_cache, dry_run):
+    assert found in dry_run(name, *words, code=2)
+
+
 COLOCATED = "placement=colocated", "mode=sync", "weights.transport=ipc"
 
 
