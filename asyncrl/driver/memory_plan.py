@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from math import prod
+from typing import Literal
 
 import psutil
 
@@ -34,7 +35,7 @@ MOST_PLACES = 1024
 """Requests that vLLM's own default decodes concurrently on the largest GPUs."""
 SURE = 0.9
 """Share of a rank's memory that recomputation is chosen for: estimates are within a tenth of what torch counts."""
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 """Less memory, and more work, from left to right."""
 _OTHER_GPU = "; or ray.gpu_memory_gib, if the GPUs have more"
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
@@ -316,18 +317,16 @@ def with_fitting_recompute(recipe: Recipe, facts: ModelFacts, *, is_set: bool) -
     room, tokens = _room_of_rank(recipe, facts), recipe.max_tokens_per_microbatch
     if (here := computes_here(recipe)) and not is_set:
         tokens = longest_sequence(recipe.rollout, recipe.data.max_prompt_tokens)
-    peaks = dict[str, int]()
-    for way in RECOMPUTE:
-        found = replace(recipe, trainer=replace(recipe.trainer, recompute=way))
-        peak = peaks[way] = _peak(found, facts, tokens)
-        if way == "full" or (here and not peak) or (room is not None and 0 < peak <= SURE * room):
-            break
-    if way == "none":
-        return found, None
+    ways = {way: replace(recipe, trainer=replace(recipe.trainer, recompute=way)) for way in RECOMPUTE}
+    peaks = {way: _peak(found, facts, tokens) for way, found in ways.items()}
+    fits = (way for way, peak in peaks.items() if (room is not None and 0 < peak <= SURE * room) or (here and not peak))
+    if (way := next(fits, "full")) == "none":
+        return ways[way], None
     why = "the memory of a rank or of its passes is not known"
-    if room is not None and peak:
-        why = f"a rank takes up to {_bytes(peaks['none'])} without, {_bytes(peak)} with it, and has {_bytes(room)}"
-    return found, f"trainer.recompute={way}: {why}"
+    if room is not None and peaks[way]:
+        with_it = f"{_bytes(peaks['none'])} without, {_bytes(peaks[way])} with it"
+        why = f"a rank takes up to {with_it}, and has {_bytes(room)}"
+    return ways[way], f"trainer.recompute={way}: {why}"
 
 
 def with_fitting_microbatch(recipe: Recipe, facts: ModelFacts, *, is_set: bool) -> tuple[Recipe, str | None]:
