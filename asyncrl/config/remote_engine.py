@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from annotated_types import Ge
 
 from asyncrl.config.checks import require, section
+from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.ranges import Positive, PositiveInt
 
@@ -18,11 +19,13 @@ class RemoteEngineConfig:
     urls: list[str] = field(default_factory=list)
     """Addresses of running servers of vLLM or SGLang, such as http://10.0.0.5:8000. Each is one replica:
     rollout.num_replicas is their number. docs/remote.md says how they are started."""
-    weights: Literal["extension", "reload"] = "extension"
+    weights: Literal["extension", "reload", "native"] = "extension"
     """How a server takes a publish. extension: its workers receive it by weights.transport; asyncrl is installed there,
     and `--worker-extension-cls` names its class. reload: it reads the files of weights.transport=disk with its own
-    loader; asyncrl is not needed there, and the loaded weights are not verified. SGLang's servers support only
-    reload."""
+    loader; asyncrl is not needed there, and the loaded weights are not verified. native: vLLM's own sender, in the
+    trainer, broadcasts to the server's workers over NCCL, as `--weight-transfer-config` of backend nccl says; asyncrl
+    is not needed there, weights.transport is collective, weights.verify off, and parity is judged at every step.
+    SGLang's servers support only reload."""
     tensor_parallel_size: PositiveInt = 1
     """Workers of one engine of a server, on one machine or several."""
     data_parallel_size: PositiveInt = 1
@@ -68,7 +71,12 @@ class RemoteEngineConfig:
     @property
     def num_workers(self) -> int:
         """Receivers of a publish in one replica: the workers of its server, or the replica itself."""
-        return self.tensor_parallel_size * self.data_parallel_size if self.weights == "extension" else 1
+        return self.server_workers if self.weights == "extension" else 1
+
+    @property
+    def server_workers(self) -> int:
+        """Workers of one server."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
     @property
     def gpu_share(self) -> float:
@@ -77,7 +85,7 @@ class RemoteEngineConfig:
 
 
 def require_takes_publishes(
-    remote: RemoteEngineConfig, weights: WeightsConfig, *, lora_rank: int, start_timeout_s: float
+    remote: RemoteEngineConfig, weights: WeightsConfig, trainer: TrainerConfig, *, start_timeout_s: float
 ) -> None:
     """Raises ConfigError: servers cannot take the publishes of the run in the way that was chosen, or the start of a
     replica would end before its wait for the server."""
@@ -88,11 +96,13 @@ def require_takes_publishes(
         do=f"set rollout.remote.wait_s to at most {start_timeout_s:g}, or raise the other",
     )
     require(
-        lora_rank == 0,
-        asked=f"rollout.engine=remote with trainer.lora.rank={lora_rank}",
+        trainer.lora.rank == 0,
+        asked=f"rollout.engine=remote with trainer.lora.rank={trainer.lora.rank}",
         found="adapters are merged into the weights that a server was started with, and nobody compares these",
         do="set trainer.lora.rank=0, or start the replicas yourself (rollout.engine=vllm)",
     )
+    if remote.weights == "native":
+        _require_native(weights, trainer)
     if remote.weights != "reload":
         return
     asked = "rollout.remote.weights=reload"
@@ -114,6 +124,23 @@ def require_takes_publishes(
         found="the server's own loader reads whole weights, no differences",
         do="set weights.encoding=full, or rollout.remote.weights=extension",
     )
+
+
+def _require_native(weights: WeightsConfig, trainer: TrainerConfig) -> None:
+    """Raises ConfigError: vLLM's own sender cannot send the publishes of the run."""
+    for key, here, needed, found in (
+        ("weights.transport", weights.transport, "collective", "vLLM's own sender broadcasts over NCCL"),
+        ("weights.encoding", weights.encoding, "full", "vLLM's backend nccl takes whole weights, no differences"),
+        ("weights.verify", weights.verify, "off", "the servers run nothing that computes digests of their weights"),
+        ("trainer.megatron.pipeline_parallel", trainer.layout.pipeline, 1, "a server's workers have one sender, and each stage is one"),
+        ("trainer.device", "cpu" if trainer.device == "cpu" else "cuda", "cuda", "NCCL sends from GPUs"),
+    ):
+        require(
+            here == needed,
+            asked=f"rollout.remote.weights=native with {key}={here}",
+            found=found,
+            do=f"set {key}={needed}, or rollout.remote.weights=extension",
+        )
 
 
 def _is_address(url: str) -> bool:

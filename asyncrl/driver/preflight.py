@@ -17,6 +17,7 @@ from asyncrl.config.load import Loaded
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import is_generator, is_hub_model, is_place, require_mounted
 from asyncrl.config.recipe import Recipe
+from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.serving import ServeSection, check_key
 from asyncrl.config.threads import local_cores, replica_threads, trainer_threads
 from asyncrl.config.trainer import TrainerConfig
@@ -46,6 +47,7 @@ from asyncrl.driver.memory_plan import (
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference import engines
 from asyncrl.inference.external_places import ExternalLimits
+from asyncrl.queue.guard import Parity
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.group import build_group_reward
 from asyncrl.rewards.math import asks_for_mark
@@ -448,8 +450,16 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
     for name, prompts in found.held_out.items():
         yield from _describe_held_out(recipe, name, prompts)
     notes = (*_ratio_notes(recipe), *_rate_notes(recipe, found.facts), *found.notes)
-    yield from (("note", note) for note in notes)
+    yield from (("note", note) for note in (*notes, *_native_notes(rollout, has_gate=Parity.of(recipe) is not None)))
     yield from (("advice", do) for do in advice(recipe, cores=local_cores() if computes_here(recipe) else None))
+
+
+def _native_notes(rollout: RolloutConfig, *, has_gate: bool) -> Iterator[str]:
+    if rollout.is_native:
+        gate = "the parity of every step with tokens of lag 0 stands in for them (staleness.parity)"
+        none = "and parity cannot be judged with top_p or top_k: nothing tells wrong weights; set sampling.keep_sets"
+        text = "rollout.remote.weights=native: no digest is computed in the servers"
+        yield f"{text}; {gate if has_gate else none}"
 
 
 def _ratio_notes(recipe: Recipe) -> Iterator[str]:

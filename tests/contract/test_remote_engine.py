@@ -490,6 +490,7 @@ async def refused(kind, server, settings, said):
 
 
 RELOAD = {"weights": "reload", "max_model_len": 512}
+BY_VLLM = {"weights": "native"}
 
 
 @pytest.mark.parametrize(
@@ -510,6 +511,10 @@ RELOAD = {"weights": "reload", "max_model_len": 512}
         ({"facts": facts_with(architecture="LlamaForCausalLM")}, {}, "architecture LlamaForCausalLM"),
         ({"facts": facts_with(dummy=True)}, RELOAD, "--load-format dummy"),
         ({"lacks": ("/server_info",)}, RELOAD, "/server_info"),
+        ({}, BY_VLLM, r"without --weight-transfer-config(?s:.)*--weight-transfer-config '{\"backend\": \"nccl\"}'"),
+        ({"facts": facts_with(transfer="ipc")}, BY_VLLM, "backend ipc"),
+        ({"facts": facts_with(transfer="nccl", world_size=2)}, BY_VLLM, r"2 worker(?s:.)*tensor_parallel_size=2"),
+        ({"facts": facts_with(transfer="nccl", device="cpu", chunked_prefill=False)}, BY_VLLM, "runs on a CPU"),
     ],
 )
 async def test_a_server_that_cannot_be_a_replica_is_named(server, settings, said):
@@ -526,6 +531,7 @@ async def test_a_server_that_cannot_be_a_replica_is_named(server, settings, said
         ({}, {"weights": "extension"}, r"weights=extension(?s:.)*weights=reload(?s:.)*transport=disk"),
         ({"info": {"tp_size": 2}}, {}, r"--tp-size 2(?s:.)*tensor_parallel_size=2"),
         ({"info": {"dp_size": 2}}, {}, "--dp-size 2"),
+        ({}, BY_VLLM, r"weights=native(?s:.)*weights=reload"),
         ({}, {"data_parallel_size": 2}, r"data_parallel_size=2(?s:.)*--dp-size 1"),
         ({"info": {"pp_size": 2}}, {}, "--pp-size 2"),
         ({"info": {"tokenizer_worker_num": 4}}, {}, "--tokenizer-worker-num 4"),

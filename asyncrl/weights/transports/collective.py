@@ -11,20 +11,34 @@ the receiver that is missing.
 
 from __future__ import annotations
 
+import importlib.util
+import socket
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError, explain
-from asyncrl.types import Bucket, CollectiveSource, Manifest
+from asyncrl.types import Bucket, CollectiveSource, Digest, Manifest
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker, separate
+from asyncrl.weights.transport import WeightSink
+from asyncrl.weights.transports.blocking import BlockingCalls, wait_for
 from asyncrl.weights.transports.channel_ends import C, ChannelEnd, ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
-from asyncrl.weights.transports.process_group import BroadcastFailed, BroadcastGroup, host_store, join_store
+from asyncrl.weights.transports.process_group import (
+    BroadcastFailed,
+    BroadcastGroup,
+    host_store,
+    join_store,
+    sockets_towards,
+)
 
 _UNDER_WAY = 2
 _SMALL_SHARE = 16
@@ -212,3 +226,223 @@ def _checked(device: str | torch.device) -> torch.device:
     if checked.type not in ("cpu", "cuda"):
         raise ConfigError(explain("weights.transport=collective", f"device {checked}", "use cpu or cuda"))
     return checked
+
+
+# vLLM's own sender, to servers that run none of our code (`rollout.remote.weights=native`). Its wire is NCCL, and its
+# calls are vLLM's HTTP endpoints: the replica of each server makes them, in step with the sender by our control
+# channel. Value of BEGIN: generation << 16 | port at which the group of this generation meets.
+
+_STARTED = 0
+"""Acknowledgement of a receiver whose server has begun an update."""
+_PACKED = {"packed": True, "packed_num_buffers": 2}
+"""What both sides of vLLM's wire must agree on, with the size of a buffer."""
+T = TypeVar("T")
+
+
+class _OfReplicas:
+    """vLLM's `VLLMWeightSyncClient`, whose calls the replicas make."""
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: Any) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class _Weights:
+    """vLLM's `WeightSource`: the tensors of the publish in progress. vLLM's thread reads them, and none after `end`:
+    whoever gathers them goes on in another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._packer: Packer | None = None
+
+    def begin(self, packer: Packer) -> None:
+        self._packer = packer
+
+    def end(self) -> None:
+        with self._lock:
+            self._packer = None
+
+    def metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        tensors = self._packer.manifest.tensors if self._packer is not None else ()
+        return [ParamMeta(spec.name, getattr(torch, spec.dtype), spec.shape) for spec in tensors]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        packer = self._packer
+        tensors = iter(()) if packer is None else packer.whole()
+        while True:
+            with self._lock:
+                if packer is not self._packer:
+                    raise TransferEnded("the publish has ended")
+                item = next(tensors, None)
+            if item is None:
+                return
+            yield item
+
+
+Joined = Callable[[str, int, int, int, _Weights], Any]
+"""(host, port, world size, bytes of a buffer, weights) -> vLLM's `TrainerWeightTransferEngine`, once all have joined."""
+
+
+def join_vllm(host: str, port: int, world_size: int, buffer_bytes: int, weights: Any) -> Any:
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    place = {"rank": 0, "master_address": host, "master_port": port, "world_size": world_size}
+    info = NCCLTrainerInitInfo(**place, **_PACKED, packed_buffer_size_bytes=buffer_bytes)
+    return WeightTransferTrainerFactory.trainer_init(info, client=_OfReplicas(), source=weights)
+
+
+class NativeSender(ChannelSender):
+    """Implements `WeightSender` by vLLM's own trainer-side sender, rank 0 of a group with all workers of all servers.
+    Computes no digest, since no receiver does.
+
+    vLLM's calls have no deadline: they run in a thread that is abandoned. A server that waits in NCCL then waits until
+    it is restarted.
+    """
+
+    def __init__(
+        self,
+        bucket_bytes: int,
+        num_receivers: int,
+        *,
+        device: str | torch.device = "cuda",
+        host: str = "127.0.0.1",
+        join: Joined = join_vllm,
+    ) -> None:
+        """`join`: forms the group; a test without GPUs takes another wire."""
+        super().__init__("a publish by vLLM's own sender", bucket_bytes, num_receivers, "xxh3")
+        self._device, self._host, self._join = _checked(device), host, join
+        self._weights = _Weights()
+        self._engine: Any = None
+        self._begun = 0
+
+    def open(self) -> CollectiveSource:
+        """Raises ConfigError: NCCL or vLLM is missing here."""
+        self.close()
+        lacks = "the trainer computes on a CPU" if self._device.type == "cpu" else "vllm is not installed there"
+        if self._join is join_vllm and (self._device.type == "cpu" or importlib.util.find_spec("vllm") is None):
+            do = "train on GPUs with vllm installed beside asyncrl, or set rollout.remote.weights=extension"
+            raise ConfigError(explain("rollout.remote.weights=native: vLLM's sender in the trainer", lacks, do))
+        return self._listen(f"tcp://{self._host}:*", CollectiveSource, store=self._host)
+
+    def send(self, manifest: Manifest, weights: Any, timeout_s: float) -> Digest | None:
+        return super().send(replace(manifest, verify=False), weights, timeout_s)
+
+    def close(self) -> None:
+        self._abandon()
+        super().close()
+
+    def _abandon(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
+
+    def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
+        if self._engine is None or set(values) != {self._begun}:
+            self._form(channel, deadline)
+        else:
+            channel.tell(Kind.BEGIN, self._begun)
+        channel.wait_acked(_STARTED, deadline)
+        self._weights.begin(packer)
+        try:
+            sending = self._in_thread(self._engine.send_weights)
+            wait_for(sending, deadline, "send the weights by vLLM's sender", channel.watch)
+        finally:
+            self._weights.end()
+        channel.wait_acked(len(packer.manifest.buckets), deadline)
+
+    def _form(self, channel: SenderChannel, deadline: Deadline) -> None:
+        """A group of all workers of all servers, whose number is the receivers' note."""
+        self._abandon()
+        if len(workers := set(channel.notes.values())) != 1:
+            do = "give all servers the same --tensor-parallel-size and --data-parallel-size"
+            raise WeightTransferError(explain("one group of all servers", f"their workers: {channel.notes}", do))
+        with socket.create_server((self._host, 0)) as listener:  # vLLM binds the port itself
+            port = listener.getsockname()[1]
+        self._begun = ((self._begun >> 16) + 1) << 16 | port
+        size = 1 + self._num_receivers * int(workers.pop())
+        channel.tell(Kind.BEGIN, self._begun)
+        forming = self._in_thread(lambda: self._join(self._host, port, size, self._bucket_bytes, self._weights))
+        try:
+            self._engine = wait_for(forming, deadline, f"form vLLM's group of {size} processes", channel.watch)
+        except BaseException:
+            forming.add_done_callback(lambda late: late.exception() or late.result().shutdown())
+            raise
+
+    def _in_thread(self, call: Callable[[], T]) -> Future[T]:
+        device = torch.cuda.current_device() if self._device.type == "cuda" else None
+
+        def here() -> T:
+            if device is not None:
+                torch.cuda.set_device(device)
+                torch.cuda.synchronize()  # vLLM reads on streams of its own
+                sockets_towards(self._host)
+            return call()
+
+        calls = BlockingCalls("vllm-sender")
+        future = calls.submit(here)
+        calls.close()
+        return future
+
+
+class NativeReceiver(ChannelReceiver[CollectiveSource]):
+    """Implements `WeightReceiver` for a server: makes its calls of an update. Nothing reaches the sink, and there is no
+    digest."""
+
+    def __init__(
+        self, source: CollectiveSource, num_workers: int, post: Callable[[str, Any, float], Future[Any]]
+    ) -> None:
+        """`num_workers`: of the server. `post`: (path, body, seconds) -> its answer."""
+        super().__init__(source)
+        self._num_workers, self._post = num_workers, post
+        self._begun = 0
+        """Of the group that the server's workers have joined; 0: none."""
+
+    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
+        return super().receive(replace(manifest, verify=False), sink, timeout_s)
+
+    def _attach(self) -> None:
+        pass
+
+    def _abandon(self) -> None:
+        self._begun = 0
+
+    def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
+        manifest = unpacker.manifest
+
+        def call(path: str, body: Any = None) -> None:
+            what = f"have its server answer {path}"
+            wait_for(self._post(path, body, deadline.remaining_s()), deadline, what, lambda: channel.check(what))
+
+        channel.join(manifest, self._begun, str(self._num_workers))
+        begun = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
+        if begun != self._begun:
+            # An update that never ended keeps the server from leaving its last group.
+            try:
+                call("/shutdown_weight_transfer_engine")
+            except WeightTransferError:
+                call("/finish_weight_update")
+                call("/shutdown_weight_transfer_engine")
+            call("/init_weight_transfer_engine", {"init_info": self._place(begun & 0xFFFF)})
+            self._begun = begun
+        call("/start_weight_update")
+        channel.ack(_STARTED)
+        tensors = manifest.tensors
+        told = {
+            "names": [spec.name for spec in tensors],
+            "dtype_names": [spec.dtype for spec in tensors],
+            "shapes": [list(spec.shape) for spec in tensors],
+        }
+        call("/update_weights", {"update_info": told})
+        call("/finish_weight_update")
+        return len(manifest.buckets)
+
+    def _place(self, port: int) -> dict[str, Any]:
+        """The server's place in the group: its workers follow those of the receivers before it."""
+        source, num_workers = self._source, self._num_workers
+        place = {"rank_offset": 1 + source.receiver * num_workers, "world_size": 1 + source.num_receivers * num_workers}
+        met = {"master_address": source.store, "master_port": port}
+        return {**met, **place, **_PACKED, "packed_buffer_size_bytes": source.bucket_bytes}
