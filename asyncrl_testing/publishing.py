@@ -37,7 +37,8 @@ class Publisher:
     """
 
     def __init__(self, engine: InferenceEngine, transport: str = "ipc", sender: WeightSender | None = None) -> None:
-        """`sender`: in place of that of `transport`."""
+        """`sender`: in place of that of `transport`, without digests."""
+        self._verify = sender is None
         self.engine = engine
         self.replica = Replica(0, lambda: engine, gate_timeout_s=_TIMEOUT_S)
         self._sender = build_sender(transport, _BUCKET_BYTES, 1) if sender is None else InterruptibleSender(sender)
@@ -138,7 +139,9 @@ class Publisher:
     def _manifest(self, model: Any, version: int | None) -> Manifest:
         specs = [spec_of(name, parameter) for name, parameter in model.named_parameters()]
         encoding = "lora" if any(is_adapter(spec.name) for spec in specs) else "full"
-        return make_manifest(next(self._publish_ids), version, specs, _BUCKET_BYTES, encoding=encoding)
+        return make_manifest(
+            next(self._publish_ids), version, specs, _BUCKET_BYTES, encoding=encoding, verify=self._verify
+        )
 
     async def _both(self, manifest: Manifest, weights: Iterable[tuple[str, Any]]) -> tuple[Outcome, Outcome]:
         """Results or errors of sender and replica."""

@@ -71,12 +71,7 @@ class RemoteEngineConfig:
     @property
     def num_workers(self) -> int:
         """Receivers of a publish in one replica: the workers of its server, or the replica itself."""
-        return self.server_workers if self.weights == "extension" else 1
-
-    @property
-    def server_workers(self) -> int:
-        """Workers of one server."""
-        return self.tensor_parallel_size * self.data_parallel_size
+        return self.tensor_parallel_size * self.data_parallel_size if self.weights == "extension" else 1
 
     @property
     def gpu_share(self) -> float:
@@ -101,43 +96,24 @@ def require_takes_publishes(
         found="adapters are merged into the weights that a server was started with, and nobody compares these",
         do="set trainer.lora.rank=0, or start the replicas yourself (rollout.engine=vllm)",
     )
-    if remote.weights == "native":
-        _require_native(weights, trainer)
-    if remote.weights != "reload":
-        return
-    asked = "rollout.remote.weights=reload"
-    require(
-        weights.transport == "disk",
-        asked=f"{asked} with weights.transport={weights.transport}",
-        found="the server's own loader reads files",
-        do="set weights.transport=disk, and weights.disk_directory to a directory that the servers see too",
-    )
-    require(
-        "://" not in weights.disk_directory,
-        asked=f"{asked} with weights.disk_directory={weights.disk_directory}",
-        found="the server's own loader reads files, and this is a URL",
-        do="name a directory that the servers see too, or set rollout.remote.weights=extension",
-    )
-    require(
-        weights.encoding == "full",
-        asked=f"{asked} with weights.encoding={weights.encoding}",
-        found="the server's own loader reads whole weights, no differences",
-        do="set weights.encoding=full, or rollout.remote.weights=extension",
-    )
-
-
-def _require_native(weights: WeightsConfig, trainer: TrainerConfig) -> None:
-    """Raises ConfigError: vLLM's own sender cannot send the publishes of the run."""
-    for key, here, needed, found in (
+    native = (
         ("weights.transport", weights.transport, "collective", "vLLM's own sender broadcasts over NCCL"),
         ("weights.encoding", weights.encoding, "full", "vLLM's backend nccl takes whole weights, no differences"),
         ("weights.verify", weights.verify, "off", "the servers run nothing that computes digests of their weights"),
-        ("trainer.megatron.pipeline_parallel", trainer.layout.pipeline, 1, "a server's workers have one sender, and each stage is one"),
-        ("trainer.device", "cpu" if trainer.device == "cpu" else "cuda", "cuda", "NCCL sends from GPUs"),
-    ):
+        ("trainer.megatron.pipeline_parallel", trainer.layout.pipeline, 1, "a server's workers have one sender"),
+        ("trainer.device", trainer.device.partition(":")[0], "cuda", "vLLM's own sender broadcasts over NCCL"),
+    )
+    place = weights.disk_directory
+    own = "the server's own loader reads files"
+    reload = (
+        ("weights.transport", weights.transport, "disk", own),
+        ("weights.disk_directory", place, "/shared/with/the/servers" if "://" in place else place, own),
+        ("weights.encoding", weights.encoding, "full", f"{own} of whole weights, no differences"),
+    )
+    for key, here, needed, found in {"native": native, "reload": reload}.get(remote.weights, ()):
         require(
             here == needed,
-            asked=f"rollout.remote.weights=native with {key}={here}",
+            asked=f"rollout.remote.weights={remote.weights} with {key}={here}",
             found=found,
             do=f"set {key}={needed}, or rollout.remote.weights=extension",
         )

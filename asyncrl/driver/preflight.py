@@ -17,7 +17,6 @@ from asyncrl.config.load import Loaded
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import is_generator, is_hub_model, is_place, require_mounted
 from asyncrl.config.recipe import Recipe
-from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.serving import ServeSection, check_key
 from asyncrl.config.threads import local_cores, replica_threads, trainer_threads
 from asyncrl.config.trainer import TrainerConfig
@@ -47,7 +46,6 @@ from asyncrl.driver.memory_plan import (
 from asyncrl.environments import check_environment, prompt_tools
 from asyncrl.inference import engines
 from asyncrl.inference.external_places import ExternalLimits
-from asyncrl.queue.guard import Parity
 from asyncrl.rewards import build_reward, check_rows
 from asyncrl.rewards.group import build_group_reward
 from asyncrl.rewards.math import asks_for_mark
@@ -71,6 +69,7 @@ PLACES = {"torch": "num_slots", "vllm": "max_num_seqs", "sglang": "max_running_r
 """Engine -> the setting for the number of requests that a replica decodes concurrently."""
 
 
+_UNDIGESTED = "rollout.remote.weights=native: no server digests its weights; staleness.parity judges every step instead"
 _SMALLEST = 50_000_000
 """Parameters of the smallest model for which there is a usual learning rate."""
 
@@ -110,6 +109,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     sampling = recipe.rollout.sampling
     if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.keep_sets:
         notes.append("top_p and top_k filter what replicas sample but not what the trainer computes: ratios are biased")
+    notes += [_UNDIGESTED] * recipe.rollout.is_native
     if facts.is_local or use_hub:
         tokenizer = load_tokenizer(recipe.model)
         if not facts.is_local:
@@ -450,16 +450,8 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
     for name, prompts in found.held_out.items():
         yield from _describe_held_out(recipe, name, prompts)
     notes = (*_ratio_notes(recipe), *_rate_notes(recipe, found.facts), *found.notes)
-    yield from (("note", note) for note in (*notes, *_native_notes(rollout, has_gate=Parity.of(recipe) is not None)))
+    yield from (("note", note) for note in notes)
     yield from (("advice", do) for do in advice(recipe, cores=local_cores() if computes_here(recipe) else None))
-
-
-def _native_notes(rollout: RolloutConfig, *, has_gate: bool) -> Iterator[str]:
-    if rollout.is_native:
-        gate = "the parity of every step with tokens of lag 0 stands in for them (staleness.parity)"
-        none = "and parity cannot be judged with top_p or top_k: nothing tells wrong weights; set sampling.keep_sets"
-        text = "rollout.remote.weights=native: no digest is computed in the servers"
-        yield f"{text}; {gate if has_gate else none}"
 
 
 def _ratio_notes(recipe: Recipe) -> Iterator[str]:

@@ -178,14 +178,14 @@ class TrainerWorker(HasConnections):
     def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
         """Opens the sending end and closes an earlier one; sending ranks only. Returns the information that receivers
         need."""
-        from asyncrl.weights.transports import NATIVE, build_sender
+        from asyncrl.weights.transports import build_sender
 
         if self._spec.sends_snapshots:
             self._device.use_thread()
         if self._sender is not None:
             self._sender.close()
         sender = build_sender(
-            NATIVE if self._spec.is_native else config.transport,
+            "native" if self._spec.is_native else config.transport,
             config.bucket_bytes,
             num_receivers,
             device=self._device.device.type,

@@ -1,7 +1,6 @@
 """Publishes by vLLM's own sender: both ends in step, against servers that keep vLLM's rules of a session, and a wire
 without NCCL. `tests/numerics/test_version_stamping_remote.py` has the same on a real server."""
 
-import asyncio
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -10,13 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError
-from asyncrl.inference.remote.publish_calls import NativePublishCalls, _Discarded
-from asyncrl.inference.remote.server_client import ServerClient
-from asyncrl.types import DiskSource
+from asyncrl.errors import DeadlineExceeded, WeightTransferError
+from asyncrl.inference.remote.publish_calls import _Discarded
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
-from asyncrl.weights.transports import NATIVE, build_sender
 from asyncrl.weights.transports.collective import NativeReceiver, NativeSender
 
 BUCKET = 1 << 12
@@ -36,13 +32,13 @@ class Wire:
 
     def join(self, host, port, world_size, buffer_bytes, weights):
         self.joined.append((host, port, world_size, buffer_bytes))
-        self.weights = weights
+        self.source = weights
         return self
 
     def send_weights(self):
         if self.stuck:
             assert self._ended.wait(30)
-        self.rounds.append([(name, tensor.clone()) for name, tensor in self.weights])
+        self.rounds.append([(name, tensor.clone()) for name, tensor in self.source])
 
     def shutdown(self):
         self._ended.set()
@@ -76,7 +72,7 @@ class Server:
 class Rig:
     def __init__(self):
         self.wire, self.servers = Wire(), [Server(), Server()]
-        self.sender = NativeSender(BUCKET, 2, device="cpu", join=self.wire.join)
+        self.sender = NativeSender(BUCKET, 2, device="cpu", host="127.0.0.1", join=self.wire.join)
         self.receivers = self._receivers(self.sender.open())
         self._threads = ThreadPoolExecutor(3)
         self._count = 0
@@ -89,7 +85,7 @@ class Rig:
         """Outcomes of the sender and of both receivers; the calls of each server."""
         self._count += 1
         specs = [spec_of(name, tensor) for name, tensor in WEIGHTS]
-        manifest = make_manifest(self._count, 1, specs, BUCKET, verify=True)
+        manifest = make_manifest(self._count, 1, specs, BUCKET, verify=False)
         for server in self.servers:
             server.calls = []
         doing = [self._threads.submit(r.receive, manifest, _Discarded(), timeout_s) for r in self.receivers]
@@ -127,9 +123,9 @@ def test_each_server_gets_its_place_and_the_tensors(rig):
             "packed_buffer_size_bytes": BUCKET,
         }
         assert server.bodies[UPDATE]["update_info"] == {
-            "names": ["a", "b", "c"],
-            "dtype_names": ["float32", "bfloat16", "float32"],
-            "shapes": [[3000], [2, 3], []],
+            "names": ("a", "b", "c"),
+            "dtype_names": ("float32", "bfloat16", "float32"),
+            "shapes": ((3000,), (2, 3), ()),
         }
     assert rig.publish() == ([None] * 3, [LATER, LATER]), "the group stays from publish to publish"
     assert len(rig.wire.joined) == 1
@@ -162,7 +158,7 @@ def test_a_trainer_that_fails_halfway_ends_the_publish_everywhere(rig):
     for server in rig.servers:
         server.silent = {UPDATE}  # it waits in the broadcast
     outcomes, _ = rig.publish(half())
-    assert "a rank of the trainer was lost" in str(outcomes[0])
+    assert isinstance(outcomes[0], ConnectionError), "the driver tells it from what receivers cause"
     assert all("a rank of the trainer was lost" in str(outcome) for outcome in outcomes[1:])
     for server in rig.servers:
         server.silent = set()
@@ -185,23 +181,3 @@ def test_a_new_group_never_takes_members_of_an_older_one(rig):
     rig.receivers[0] = NativeReceiver(replace(rig.source, receiver=0), WORKERS, rig.servers[0].post)
     assert rig.publish() == ([None] * 3, [FIRST, FIRST])
     assert len(rig.wire.joined) == 2
-
-
-def test_servers_of_other_sizes_are_no_group(rig):
-    rig.receivers[1] = NativeReceiver(replace(rig.source, receiver=1), WORKERS + 1, rig.servers[1].post)
-    outcomes, calls = rig.publish()
-    assert "their workers: {0: '2', 1: '3'}" in str(outcomes[0])
-    assert calls == [[], []]
-
-
-def test_vllm_sends_from_gpus_only():
-    with pytest.raises(ConfigError, match=r"computes on a CPU(?s:.)*weights=extension"):
-        build_sender(NATIVE, BUCKET, 1, device="cpu").open()
-
-
-async def test_another_transport_is_refused():
-    calls = NativePublishCalls(ServerClient("http://127.0.0.1:1", None), 1)
-    source = DiskSource(endpoint="tcp://127.0.0.1:5", bucket_bytes=BUCKET, num_receivers=1, epoch=1, directory="/x")
-    with pytest.raises(WeightTransferError, match=r"weights=native(?s:.)*a DiskSource(?s:.)*transport=collective"):
-        await calls.receive(make_manifest(1, 1, [spec_of(*WEIGHTS[0])], BUCKET), source, 5.0)
-    await asyncio.to_thread(calls.close)

@@ -59,13 +59,13 @@ class TestServersThatVllmSendsTo(RemoteCase):
 
     tied = False
     weights = "native"
-    flags = NATIVE + ("--worker-extension-cls", "tests.native_over_gloo.Extension")
+    flags = (*NATIVE, "--worker-extension-cls", "tests.native_over_gloo.Extension")
 
     @pytest_asyncio.fixture(loop_scope="class", scope="class")
     @classmethod
     async def shared_publisher(cls, engine):
         from tests.native_over_gloo import join_gloo
 
-        publisher = Publisher(engine, sender=NativeSender(1 << 18, 1, device="cpu", join=join_gloo))
+        publisher = Publisher(engine, sender=NativeSender(1 << 18, 1, device="cpu", host="127.0.0.1", join=join_gloo))
         yield publisher
         await publisher.close()

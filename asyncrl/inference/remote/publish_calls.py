@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +17,7 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.remote.orders import write_order
 from asyncrl.inference.remote.server_client import Call, ServerClient
 from asyncrl.inference.shared.publish_calls import PublishCalls, agree
-from asyncrl.types import CollectiveSource, Digest, DiskSource, Manifest, TransferSource
+from asyncrl.types import Digest, DiskSource, Manifest, TransferSource
 from asyncrl.weights.transport import WeightReceiver
 
 _GRACE_S = 5.0
@@ -48,11 +47,9 @@ class ExtensionPublishCalls(PublishCalls):
 class ReplicaReceives(PublishCalls):
     """The server's workers run nothing of asyncrl: the replica is the receiver of the transfer."""
 
-    def __init__(self, client: ServerClient, kind: type[TransferSource], way: str, transport: str) -> None:
-        """`kind`: of the sources that it joins, which are those of `transport`. `way`: `rollout.remote.weights`."""
+    def __init__(self, client: ServerClient) -> None:
         super().__init__(f"the server {client.url}")
         self._client = client
-        self._kind, self._way, self._transport = kind, way, transport
         self._thread = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._receiver: WeightReceiver | None = None
         self._closed = False
@@ -66,24 +63,17 @@ class ReplicaReceives(PublishCalls):
             self._thread.shutdown(wait=False)
 
     async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
-        if not isinstance(source, self._kind):
-            do = f"set weights.transport={self._transport}, or rollout.remote.weights=extension"
-            raise ConfigError(explain(f"rollout.remote.weights={self._way}", f"a {type(source).__name__}", do))
-        loop = asyncio.get_running_loop()
-        make = partial(self._receiver_of, source, loop)
-        return [["", "", await loop.run_in_executor(self._thread, self._read, make, manifest, source, timeout_s)]]
+        loop = self._loop = asyncio.get_running_loop()
+        return [["", "", await loop.run_in_executor(self._thread, self._read, manifest, source, timeout_s)]]
 
-    def _receiver_of(self, source: Any, loop: asyncio.AbstractEventLoop) -> WeightReceiver:
-        """`loop`: of the calls to the server."""
+    def _receiver_of(self, source: Any) -> WeightReceiver:
         raise NotImplementedError
 
-    def _read(
-        self, make: Callable[[], WeightReceiver], manifest: Manifest, source: TransferSource, timeout_s: float
-    ) -> Digest | None:
+    def _read(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         if source != self._joined:
             self._leave()
         if self._receiver is None:
-            self._receiver = make()
+            self._receiver = self._receiver_of(source)
         return self._receiver.receive(manifest, _Discarded(), timeout_s)
 
     def _leave(self) -> None:
@@ -98,18 +88,20 @@ class ReloadPublishCalls(ReplicaReceives):
 
     def __init__(self, client: ServerClient, reload: Callable[[str], Call]) -> None:
         """`reload`: builds the call that loads the directory of a publish."""
-        super().__init__(client, DiskSource, "reload", "disk")
+        super().__init__(client)
         self._reload = reload
 
     async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
+        if not isinstance(source, DiskSource):
+            do = "set weights.transport=disk, or rollout.remote.weights=extension"
+            raise ConfigError(explain("rollout.remote.weights=reload", f"a {type(source).__name__}", do))
         deadline = time.monotonic() + timeout_s
         outcomes = await super()._update(manifest, source, timeout_s)
-        assert isinstance(source, DiskSource), "the replica has read it"
         path = Path(source.directory) / f"publish-{manifest.publish_id}"
         await self._client.send(self._reload(str(path)), max(0.0, deadline - time.monotonic()) + _GRACE_S)
         return outcomes
 
-    def _receiver_of(self, source: Any, loop: asyncio.AbstractEventLoop) -> WeightReceiver:
+    def _receiver_of(self, source: Any) -> WeightReceiver:
         from asyncrl.weights.transports.disk import DiskReceiver
 
         return DiskReceiver(source)
@@ -121,15 +113,15 @@ class NativePublishCalls(ReplicaReceives):
 
     def __init__(self, client: ServerClient, num_workers: int) -> None:
         """`num_workers`: of the server."""
-        super().__init__(client, CollectiveSource, "native", "collective")
+        super().__init__(client)
         self._num_workers = num_workers
 
-    def _receiver_of(self, source: Any, loop: asyncio.AbstractEventLoop) -> WeightReceiver:
+    def _receiver_of(self, source: Any) -> WeightReceiver:
         from asyncrl.weights.transports.collective import NativeReceiver
 
         def post(path: str, body: Any, timeout_s: float) -> Future[Any]:
             call = self._client.send(Call(path, body), timeout_s + _GRACE_S)
-            return asyncio.run_coroutine_threadsafe(call, loop)
+            return asyncio.run_coroutine_threadsafe(call, self._loop)
 
         require_reachable(source, self._client.url)
         return NativeReceiver(source, self._num_workers, post)

@@ -97,7 +97,7 @@ class VllmDialect(ServerDialect):
         if remote.weights == "extension":
             return ExtensionPublishCalls(client, self._facts.data_parallel)
         if remote.weights == "native":
-            return NativePublishCalls(client, remote.server_workers)
+            return NativePublishCalls(client, self._facts.world_size * self._facts.data_parallel)
         return ReloadPublishCalls(client, _reload)
 
 

@@ -99,16 +99,14 @@ def _require_start(url: str, facts: ServerFacts, remote: RemoteEngineConfig) -> 
         raise ConfigError(explain(f"{url}, a server on a CPU", found, do))
     asked = f"{url} with rollout.remote.weights={remote.weights}"
     if remote.weights == "native" and facts.transfer != "nccl":
-        found = f"its --weight-transfer-config has the backend {facts.transfer}, and only nccl broadcasts whole weights"
-        found = found if facts.transfer else "it was started without --weight-transfer-config"
+        found = f"the backend of its --weight-transfer-config is {facts.transfer or 'not set'}"
         do = f"""start it with --weight-transfer-config '{{"backend": "nccl"}}'; {DOCS}"""
         raise ConfigError(explain(asked, found, do))
     if remote.weights != "extension":
         _require_reload(asked, facts, reads_files=remote.weights == "reload")
     if remote.weights != "reload" and facts.pipeline_parallel > 1:
-        found = f"{facts.pipeline_parallel} pipeline stages"
         do = "start it with --pipeline-parallel-size 1, or set rollout.remote.weights=reload and weights.transport=disk"
-        raise ConfigError(explain(asked, f"the model is cut into {found}", do))
+        raise ConfigError(explain(asked, f"the model is cut into {facts.pipeline_parallel} pipeline stages", do))
 
 
 def _require_reload(asked: str, facts: ServerFacts, *, reads_files: bool) -> None:

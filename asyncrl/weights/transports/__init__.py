@@ -20,7 +20,6 @@ from asyncrl.weights.transports.ipc import IpcReceiver, IpcSender
 from asyncrl.weights.transports.objects import ObjectReceiver, ObjectSender
 
 TRANSPORTS = "ipc", "collective", "disk"
-NATIVE = "native"
 
 
 def build_sender(
@@ -42,12 +41,12 @@ def build_sender(
     Raises:
         ConfigError: unknown transport, or it does not support the device.
     """
-    if transport not in (*TRANSPORTS, NATIVE):
+    if transport not in (*TRANSPORTS, "native"):
         raise _unknown(transport)
     senders: dict[str, Callable[[], WeightSender]] = {
         "ipc": lambda: IpcSender(bucket_bytes, num_receivers, device=device),
         "collective": lambda: CollectiveSender(bucket_bytes, num_receivers, device=device, host=host),
-        NATIVE: lambda: NativeSender(bucket_bytes, num_receivers, device=device, host=host),
+        "native": lambda: NativeSender(bucket_bytes, num_receivers, device=device, host=host),
         "disk": lambda: DiskSender(bucket_bytes, num_receivers, host=host, directory=directory),
         "objects": lambda: ObjectSender(bucket_bytes, num_receivers, host=host, url=directory),
     }

@@ -11,34 +11,26 @@ the receiver that is missing.
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError, explain
-from asyncrl.types import Bucket, CollectiveSource, Digest, Manifest
+from asyncrl.types import Bucket, CollectiveSource, Manifest
 from asyncrl.weights.digest import digest_for
+from asyncrl.weights.object_store import in_thread
 from asyncrl.weights.packing import Packer, Unpacker, separate
-from asyncrl.weights.transport import WeightSink
-from asyncrl.weights.transports.blocking import BlockingCalls, wait_for
+from asyncrl.weights.transports.blocking import wait_for
 from asyncrl.weights.transports.channel_ends import C, ChannelEnd, ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
-from asyncrl.weights.transports.process_group import (
-    BroadcastFailed,
-    BroadcastGroup,
-    host_store,
-    join_store,
-    sockets_towards,
-)
+from asyncrl.weights.transports.process_group import BroadcastFailed, BroadcastGroup, host_store, join_store
 
 _UNDER_WAY = 2
 _SMALL_SHARE = 16
@@ -54,7 +46,6 @@ class _Member(ChannelEnd[C]):
     _group: BroadcastGroup | None = None
 
     def close(self) -> None:
-        self._abandon()
         super().close()
         self._store = None
 
@@ -232,11 +223,8 @@ def _checked(device: str | torch.device) -> torch.device:
 # calls are vLLM's HTTP endpoints: the replica of each server makes them, in step with the sender by our control
 # channel. Value of BEGIN: generation << 16 | port at which the group of this generation meets.
 
-_STARTED = 0
-"""Acknowledgement of a receiver whose server has begun an update."""
 _PACKED = {"packed": True, "packed_num_buffers": 2}
 """What both sides of vLLM's wire must agree on, with the size of a buffer."""
-T = TypeVar("T")
 
 
 class _OfReplicas:
@@ -249,91 +237,72 @@ class _OfReplicas:
 
 
 class _Weights:
-    """vLLM's `WeightSource`: the tensors of the publish in progress. vLLM's thread reads them, and none after `end`:
-    whoever gathers them goes on in another thread."""
+    """vLLM's `WeightSource`: the tensors of one publish. vLLM's thread reads them, and none after `end`: whoever
+    gathers them goes on in another thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, packer: Packer) -> None:
+        self._specs, self._tensors = packer.manifest.tensors, packer.whole()
         self._lock = threading.Lock()
-        self._packer: Packer | None = None
-
-    def begin(self, packer: Packer) -> None:
-        self._packer = packer
+        self.failure: Exception | None = None
+        """Why there are no more: an error of the trainer, or `end`."""
 
     def end(self) -> None:
         with self._lock:
-            self._packer = None
+            self.failure = TransferEnded("the publish has ended")
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        tensors = self._packer.manifest.tensors if self._packer is not None else ()
-        return [ParamMeta(spec.name, getattr(torch, spec.dtype), spec.shape) for spec in tensors]
+        return [ParamMeta(spec.name, getattr(torch, spec.dtype), spec.shape) for spec in self._specs]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        packer = self._packer
-        tensors = iter(()) if packer is None else packer.whole()
-        while True:
-            with self._lock:
-                if packer is not self._packer:
-                    raise TransferEnded("the publish has ended")
-                item = next(tensors, None)
-            if item is None:
-                return
+        while (item := self._next()) is not None:
             yield item
 
+    def _next(self) -> tuple[str, torch.Tensor] | None:
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            try:
+                return next(self._tensors, None)
+            except Exception as error:
+                self.failure = error
+                raise
 
-Joined = Callable[[str, int, int, int, _Weights], Any]
-"""(host, port, world size, bytes of a buffer, weights) -> vLLM's `TrainerWeightTransferEngine`, once all have joined."""
+
+Join = Callable[[str, int, int, int, _Weights], Any]
+"""(host, port, size of the group, bytes of a buffer, weights) -> vLLM's sender, once all have joined."""
 
 
-def join_vllm(host: str, port: int, world_size: int, buffer_bytes: int, weights: Any) -> Any:
+def join_vllm(host: str, port: int, size: int, buffer_bytes: int, weights: Any) -> Any:
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    place = {"rank": 0, "master_address": host, "master_port": port, "world_size": world_size}
+    place = {"rank": 0, "master_address": host, "master_port": port, "world_size": size}
     info = NCCLTrainerInitInfo(**place, **_PACKED, packed_buffer_size_bytes=buffer_bytes)
     return WeightTransferTrainerFactory.trainer_init(info, client=_OfReplicas(), source=weights)
 
 
 class NativeSender(ChannelSender):
-    """Implements `WeightSender` by vLLM's own trainer-side sender, rank 0 of a group with all workers of all servers.
-    Computes no digest, since no receiver does.
+    """Implements `WeightSender`, for publishes without digests, by vLLM's own `TrainerWeightTransferEngine`: rank 0 of
+    a group with all workers of all servers.
 
     vLLM's calls have no deadline: they run in a thread that is abandoned. A server that waits in NCCL then waits until
     it is restarted.
     """
 
     def __init__(
-        self,
-        bucket_bytes: int,
-        num_receivers: int,
-        *,
-        device: str | torch.device = "cuda",
-        host: str = "127.0.0.1",
-        join: Joined = join_vllm,
+        self, bucket_bytes: int, num_receivers: int, *, device: str | torch.device, host: str, join: Join = join_vllm
     ) -> None:
         """`join`: forms the group; a test without GPUs takes another wire."""
         super().__init__("a publish by vLLM's own sender", bucket_bytes, num_receivers, "xxh3")
         self._device, self._host, self._join = _checked(device), host, join
-        self._weights = _Weights()
         self._engine: Any = None
         self._begun = 0
 
     def open(self) -> CollectiveSource:
-        """Raises ConfigError: NCCL or vLLM is missing here."""
         self.close()
-        lacks = "the trainer computes on a CPU" if self._device.type == "cpu" else "vllm is not installed there"
-        if self._join is join_vllm and (self._device.type == "cpu" or importlib.util.find_spec("vllm") is None):
-            do = "train on GPUs with vllm installed beside asyncrl, or set rollout.remote.weights=extension"
-            raise ConfigError(explain("rollout.remote.weights=native: vLLM's sender in the trainer", lacks, do))
         return self._listen(f"tcp://{self._host}:*", CollectiveSource, store=self._host)
-
-    def send(self, manifest: Manifest, weights: Any, timeout_s: float) -> Digest | None:
-        return super().send(replace(manifest, verify=False), weights, timeout_s)
-
-    def close(self) -> None:
-        self._abandon()
-        super().close()
 
     def _abandon(self) -> None:
         engine, self._engine = self._engine, None
@@ -341,82 +310,72 @@ class NativeSender(ChannelSender):
             engine.shutdown()
 
     def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
-        if self._engine is None or set(values) != {self._begun}:
-            self._form(channel, deadline)
+        assert not packer.manifest.verify, "the recipe says weights.verify=off, since no receiver digests"
+        weights, engine = _Weights(packer), self._engine
+        if engine is None or set(values) != {self._begun}:
+            self._abandon()
+            engine = self._engine = self._form(channel, weights, deadline)
         else:
             channel.tell(Kind.BEGIN, self._begun)
-        channel.wait_acked(_STARTED, deadline)
-        self._weights.begin(packer)
+        channel.wait_acked(0, deadline)  # every server has begun its update
+        engine.source = weights
         try:
-            sending = self._in_thread(self._engine.send_weights)
-            wait_for(sending, deadline, "send the weights by vLLM's sender", channel.watch)
+            wait_for(self._in_thread(engine.send_weights), deadline, "send the weights to vLLM", channel.watch)
+        except WeightTransferError as error:
+            raise weights.failure or error from None  # the trainer's own, which no receiver can cause
         finally:
-            self._weights.end()
+            weights.end()
         channel.wait_acked(len(packer.manifest.buckets), deadline)
 
-    def _form(self, channel: SenderChannel, deadline: Deadline) -> None:
+    def _form(self, channel: SenderChannel, weights: _Weights, deadline: Deadline) -> Any:
         """A group of all workers of all servers, whose number is the receivers' note."""
-        self._abandon()
-        if len(workers := set(channel.notes.values())) != 1:
-            do = "give all servers the same --tensor-parallel-size and --data-parallel-size"
-            raise WeightTransferError(explain("one group of all servers", f"their workers: {channel.notes}", do))
         with socket.create_server((self._host, 0)) as listener:  # vLLM binds the port itself
             port = listener.getsockname()[1]
         self._begun = ((self._begun >> 16) + 1) << 16 | port
-        size = 1 + self._num_receivers * int(workers.pop())
+        size = 1 + sum(map(int, channel.notes.values()))
         channel.tell(Kind.BEGIN, self._begun)
-        forming = self._in_thread(lambda: self._join(self._host, port, size, self._bucket_bytes, self._weights))
+        forming = self._in_thread(lambda: self._join(self._host, port, size, self._bucket_bytes, weights))
         try:
-            self._engine = wait_for(forming, deadline, f"form vLLM's group of {size} processes", channel.watch)
+            return wait_for(forming, deadline, f"form vLLM's group of {size} processes", channel.watch)
         except BaseException:
             forming.add_done_callback(lambda late: late.exception() or late.result().shutdown())
             raise
 
-    def _in_thread(self, call: Callable[[], T]) -> Future[T]:
+    def _in_thread(self, call: Callable[[], Any]) -> Future[Any]:
         device = torch.cuda.current_device() if self._device.type == "cuda" else None
 
-        def here() -> T:
+        def here() -> Any:
             if device is not None:
                 torch.cuda.set_device(device)
                 torch.cuda.synchronize()  # vLLM reads on streams of its own
-                sockets_towards(self._host)
             return call()
 
-        calls = BlockingCalls("vllm-sender")
-        future = calls.submit(here)
-        calls.close()
-        return future
+        return in_thread(here, "vllm-sender")
+
+
+Post = Callable[[str, Any, float], Future[Any]]
+"""(path, body, seconds) -> the server's answer."""
 
 
 class NativeReceiver(ChannelReceiver[CollectiveSource]):
-    """Implements `WeightReceiver` for a server: makes its calls of an update. Nothing reaches the sink, and there is no
-    digest."""
+    """Implements `WeightReceiver` for a server: makes its calls of an update. Nothing reaches the sink."""
 
-    def __init__(
-        self, source: CollectiveSource, num_workers: int, post: Callable[[str, Any, float], Future[Any]]
-    ) -> None:
-        """`num_workers`: of the server. `post`: (path, body, seconds) -> its answer."""
+    def __init__(self, source: CollectiveSource, num_workers: int, post: Post) -> None:
+        """`num_workers`: of the server, and of every other."""
         super().__init__(source)
         self._num_workers, self._post = num_workers, post
         self._begun = 0
         """Of the group that the server's workers have joined; 0: none."""
 
-    def receive(self, manifest: Manifest, sink: WeightSink, timeout_s: float) -> Digest | None:
-        return super().receive(replace(manifest, verify=False), sink, timeout_s)
-
-    def _attach(self) -> None:
-        pass
-
     def _abandon(self) -> None:
         self._begun = 0
 
     def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
-        manifest = unpacker.manifest
-
-        def call(path: str, body: Any = None) -> None:
+        def call(path: str, **body: Any) -> None:
             what = f"have its server answer {path}"
             wait_for(self._post(path, body, deadline.remaining_s()), deadline, what, lambda: channel.check(what))
 
+        manifest = unpacker.manifest
         channel.join(manifest, self._begun, str(self._num_workers))
         begun = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
         if begun != self._begun:
@@ -426,17 +385,13 @@ class NativeReceiver(ChannelReceiver[CollectiveSource]):
             except WeightTransferError:
                 call("/finish_weight_update")
                 call("/shutdown_weight_transfer_engine")
-            call("/init_weight_transfer_engine", {"init_info": self._place(begun & 0xFFFF)})
+            call("/init_weight_transfer_engine", init_info=self._place(begun & 0xFFFF))
             self._begun = begun
         call("/start_weight_update")
-        channel.ack(_STARTED)
-        tensors = manifest.tensors
-        told = {
-            "names": [spec.name for spec in tensors],
-            "dtype_names": [spec.dtype for spec in tensors],
-            "shapes": [list(spec.shape) for spec in tensors],
-        }
-        call("/update_weights", {"update_info": told})
+        channel.ack(0)
+        told = [(spec.name, spec.dtype, spec.shape) for spec in manifest.tensors]
+        columns = zip(("names", "dtype_names", "shapes"), zip(*told, strict=True), strict=True)
+        call("/update_weights", update_info=dict(columns))
         call("/finish_weight_update")
         return len(manifest.buckets)
 
