@@ -26,6 +26,7 @@ from asyncrl_testing.random_model import write_random_qwen3
 from asyncrl_testing.scripted_sglang import ScriptedSglang
 from asyncrl_testing.scripted_vllm import ScriptedVllm, facts_with
 from tests.engines import running
+from tests.unit.test_preflight import checked  # noqa: F401 - a fixture
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -584,3 +585,12 @@ async def test_the_key_reaches_the_server_and_no_log(kind, monkeypatch, caplog):
             async with running(make_engine(server.url, kind, api_key_env="SERVER_KEY")) as engine:
                 assert len((await complete(engine)).ids) == 24
         assert "hush-hush" not in caplog.text + repr(vars(engine))
+
+
+async def test_a_dry_run_says_what_publishes_by_vllms_own_sender_do_not_promise(checked):  # noqa: F811
+    facts = facts_with(transfer="nccl", architecture=None, vocab_size=None)
+    async with up("vllm", facts=facts) as server:
+        remote = ("rollout.engine=remote", "rollout.num_replicas=1", f"rollout.remote.urls=[{server.url}]")
+        native = ("rollout.remote.weights=native", "weights.transport=collective", "weights.verify=off")
+        lines = await asyncio.to_thread(checked, *remote, *native, "trainer.device=cuda")
+    assert any("no server digests its weights; staleness.parity judges every step" in line for line in lines)

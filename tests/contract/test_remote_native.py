@@ -90,7 +90,7 @@ async def test_a_publish_fails_at_the_wire_and_the_replica_lives(server):
         assert engine.health().alive
 
 
-def test_vllms_sender_takes_what_it_is_given_up_to_its_gpu():
+async def test_vllms_sender_takes_what_it_is_given_up_to_its_gpu():
     require_vllm()
     with pytest.raises(RuntimeError, match="accelerator"):
         join_vllm("127.0.0.1", free_port(), 3, BUCKET_BYTES, object())
