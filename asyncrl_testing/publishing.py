@@ -17,7 +17,9 @@ from asyncrl.weights.encodings.delta_encoder import DeltaEncoder
 from asyncrl.weights.encodings.lora import is_adapter
 from asyncrl.weights.packing import spec_of
 from asyncrl.weights.plan import make_manifest
+from asyncrl.weights.transport import WeightSender
 from asyncrl.weights.transports import build_sender
+from asyncrl.weights.transports.interruptible_sender import InterruptibleSender
 from asyncrl_testing.engine_client import within
 from asyncrl_testing.local import LocalReplicaChannel, Rows
 
@@ -34,10 +36,12 @@ class Publisher:
     buckets make one publish, and the digests of both sides are compared.
     """
 
-    def __init__(self, engine: InferenceEngine, transport: str = "ipc") -> None:
+    def __init__(self, engine: InferenceEngine, transport: str = "ipc", sender: WeightSender | None = None) -> None:
+        """`sender`: in place of that of `transport`, without digests."""
+        self._verify = sender is None
         self.engine = engine
         self.replica = Replica(0, lambda: engine, gate_timeout_s=_TIMEOUT_S)
-        self._sender = build_sender(transport, _BUCKET_BYTES, 1)
+        self._sender = build_sender(transport, _BUCKET_BYTES, 1) if sender is None else InterruptibleSender(sender)
         self._thread = ThreadPoolExecutor(1, "test sender")
         self._encoder = DeltaEncoder()
         self._source: TransferSource | None = None
@@ -135,7 +139,9 @@ class Publisher:
     def _manifest(self, model: Any, version: int | None) -> Manifest:
         specs = [spec_of(name, parameter) for name, parameter in model.named_parameters()]
         encoding = "lora" if any(is_adapter(spec.name) for spec in specs) else "full"
-        return make_manifest(next(self._publish_ids), version, specs, _BUCKET_BYTES, encoding=encoding)
+        return make_manifest(
+            next(self._publish_ids), version, specs, _BUCKET_BYTES, encoding=encoding, verify=self._verify
+        )
 
     async def _both(self, manifest: Manifest, weights: Iterable[tuple[str, Any]]) -> tuple[Outcome, Outcome]:
         """Results or errors of sender and replica."""

@@ -93,6 +93,7 @@ class ScriptedVllm(ScriptedServer):
             },
             "device_config": {"device": facts.device},
             "scheduler_config": {"enable_chunked_prefill": facts.chunked_prefill},
+            "weight_transfer_config": facts.transfer and {"backend": facts.transfer},
             "load_config": {"load_format": "dummy" if facts.dummy else "auto"},
         }
         return JSONResponse({"vllm_config": config, "vllm_env": {}, "system_env": {}})

@@ -14,6 +14,8 @@ FLAGS = (
     "--dtype", "float32", "--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
     "--no-enable-chunked-prefill", "--max-num-seqs", "32", "--kv-cache-memory-bytes", str(64 << 20),
 )  # fmt: skip
+NATIVE = ("--weight-transfer-config", '{"backend": "nccl"}')
+"""Flags of a server that takes publishes by vLLM's own endpoints."""
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",

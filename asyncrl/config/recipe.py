@@ -341,8 +341,8 @@ class Recipe:
         if self.rollout.settings.gpu_share < 1:
             self._check_shared_gpus()
         if self.rollout.engine == "remote":
-            remote, rank = self.rollout.remote, self.trainer.lora.rank
-            require_takes_publishes(remote, self.weights, lora_rank=rank, start_timeout_s=self.ray.start_timeout_s)
+            waits_s = self.ray.start_timeout_s
+            require_takes_publishes(self.rollout.remote, self.weights, self.trainer, start_timeout_s=waits_s)
         if self.weights.encoding == "delta":
             self._check_delta()
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from annotated_types import Ge
 
 from asyncrl.config.checks import require, section
+from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 from asyncrl.ranges import Positive, PositiveInt
 
@@ -18,11 +19,13 @@ class RemoteEngineConfig:
     urls: list[str] = field(default_factory=list)
     """Addresses of running servers of vLLM or SGLang, such as http://10.0.0.5:8000. Each is one replica:
     rollout.num_replicas is their number. docs/remote.md says how they are started."""
-    weights: Literal["extension", "reload"] = "extension"
+    weights: Literal["extension", "reload", "native"] = "extension"
     """How a server takes a publish. extension: its workers receive it by weights.transport; asyncrl is installed there,
     and `--worker-extension-cls` names its class. reload: it reads the files of weights.transport=disk with its own
-    loader; asyncrl is not needed there, and the loaded weights are not verified. SGLang's servers support only
-    reload."""
+    loader; asyncrl is not needed there, and the loaded weights are not verified. native: vLLM's own sender, in the
+    trainer, broadcasts to the server's workers over NCCL, as `--weight-transfer-config` of backend nccl says; asyncrl
+    is not needed there, weights.transport is collective, weights.verify off, and parity is judged at every step.
+    SGLang's servers support only reload."""
     tensor_parallel_size: PositiveInt = 1
     """Workers of one engine of a server, on one machine or several."""
     data_parallel_size: PositiveInt = 1
@@ -77,7 +80,7 @@ class RemoteEngineConfig:
 
 
 def require_takes_publishes(
-    remote: RemoteEngineConfig, weights: WeightsConfig, *, lora_rank: int, start_timeout_s: float
+    remote: RemoteEngineConfig, weights: WeightsConfig, trainer: TrainerConfig, *, start_timeout_s: float
 ) -> None:
     """Raises ConfigError: servers cannot take the publishes of the run in the way that was chosen, or the start of a
     replica would end before its wait for the server."""
@@ -88,32 +91,32 @@ def require_takes_publishes(
         do=f"set rollout.remote.wait_s to at most {start_timeout_s:g}, or raise the other",
     )
     require(
-        lora_rank == 0,
-        asked=f"rollout.engine=remote with trainer.lora.rank={lora_rank}",
+        trainer.lora.rank == 0,
+        asked=f"rollout.engine=remote with trainer.lora.rank={trainer.lora.rank}",
         found="adapters are merged into the weights that a server was started with, and nobody compares these",
         do="set trainer.lora.rank=0, or start the replicas yourself (rollout.engine=vllm)",
     )
-    if remote.weights != "reload":
-        return
-    asked = "rollout.remote.weights=reload"
-    require(
-        weights.transport == "disk",
-        asked=f"{asked} with weights.transport={weights.transport}",
-        found="the server's own loader reads files",
-        do="set weights.transport=disk, and weights.disk_directory to a directory that the servers see too",
+    native = (
+        ("weights.transport", weights.transport, "collective", "vLLM's own sender broadcasts over NCCL"),
+        ("weights.encoding", weights.encoding, "full", "vLLM's backend nccl takes whole weights, no differences"),
+        ("weights.verify", weights.verify, "off", "the servers run nothing that computes digests of their weights"),
+        ("trainer.megatron.pipeline_parallel", trainer.layout.pipeline, 1, "a server's workers have one sender"),
+        ("trainer.device", trainer.device.partition(":")[0], "cuda", "vLLM's own sender broadcasts over NCCL"),
     )
-    require(
-        "://" not in weights.disk_directory,
-        asked=f"{asked} with weights.disk_directory={weights.disk_directory}",
-        found="the server's own loader reads files, and this is a URL",
-        do="name a directory that the servers see too, or set rollout.remote.weights=extension",
+    place = weights.disk_directory
+    own = "the server's own loader reads files"
+    reload = (
+        ("weights.transport", weights.transport, "disk", own),
+        ("weights.disk_directory", place, "/shared/with/the/servers" if "://" in place else place, own),
+        ("weights.encoding", weights.encoding, "full", f"{own} of whole weights, no differences"),
     )
-    require(
-        weights.encoding == "full",
-        asked=f"{asked} with weights.encoding={weights.encoding}",
-        found="the server's own loader reads whole weights, no differences",
-        do="set weights.encoding=full, or rollout.remote.weights=extension",
-    )
+    for key, here, needed, found in {"native": native, "reload": reload}.get(remote.weights, ()):
+        require(
+            here == needed,
+            asked=f"rollout.remote.weights={remote.weights} with {key}={here}",
+            found=found,
+            do=f"set {key}={needed}, or rollout.remote.weights=extension",
+        )
 
 
 def _is_address(url: str) -> bool:

@@ -469,6 +469,11 @@ class RolloutConfig:
         """The section of the chosen engine."""
         return getattr(self, self.engine)
 
+    @property
+    def is_native(self) -> bool:
+        """True if vLLM's own sender publishes, to servers that run none of our code."""
+        return self.engine == "remote" and self.remote.weights == "native"
+
     def of_replica(self, replica_id: int) -> RolloutConfig:
         """The section for one replica; with engine remote, only its server's address."""
         if self.engine != "remote":

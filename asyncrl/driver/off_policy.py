@@ -40,6 +40,9 @@ class GuardLoop:
         self._queue, self._events, self._max_lag = queue, events, recipe.max_lag
         self._rules = OffPolicyGuard.of(recipe)
         self._parity, self._may_stop = Parity.of(recipe), recipe.staleness.parity == "stop"
+        self._judges_all = recipe.rollout.is_native
+        """Every step may end the run, not only the first: nobody digests the weights in the servers, and a server that
+        came later has its first tokens in a later step."""
         self._had_parity: bool | None = None
         """Of the last step with tokens of lag 0; None before the first."""
         self.state = None if recipe.staleness.guard == "off" else self._rules.begin()
@@ -100,7 +103,7 @@ class GuardLoop:
             return
         found, before = self._parity.misfit(record), self._had_parity
         self._had_parity = found is None
-        if found and before is None and self._may_stop:
+        if found and self._may_stop and (before is None or self._judges_all):
             asked = "replicas and a trainer that compute the same policy (staleness.parity=stop)"
             self.stopped = NoParity(explain(asked, f"in step {step}, {found}", SUSPECTS))
         elif found and before is not False:

@@ -71,6 +71,7 @@ PLACES = {"torch": "num_slots", "vllm": "max_num_seqs", "sglang": "max_running_r
 """Engine -> the setting for the number of requests that a replica decodes concurrently."""
 
 
+_UNDIGESTED = "rollout.remote.weights=native: no server digests its weights; staleness.parity judges every step instead"
 _SMALLEST = 50_000_000
 """Parameters of the smallest model for which there is a usual learning rate."""
 
@@ -110,6 +111,7 @@ def check_recipe(recipe: Recipe, *, use_hub: bool, trains: bool = True) -> Prefl
     sampling = recipe.rollout.sampling
     if (sampling.top_p < 1 or sampling.top_k > 0) and not sampling.keep_sets:
         notes.append("top_p and top_k filter what replicas sample but not what the trainer computes: ratios are biased")
+    notes += [_UNDIGESTED] * recipe.rollout.is_native
     if facts.is_local or use_hub:
         tokenizer = load_tokenizer(recipe.model)
         if not facts.is_local:

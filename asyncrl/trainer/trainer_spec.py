@@ -25,7 +25,7 @@ class TrainerSpec:
     weights are sent from a copy while the rank trains. `shares_device`: an engine takes the memory of the device
     between the steps. `over_kept`: probabilities are normalised over the tokens that sampling kept. `is_alone`: no
     replica computes while a rank does. `max_model_len`: of the replicas, which decides rotary factors (`types.settle`).
-    `start_timeout_s`: longest wait for the rank that reads a model.
+    `start_timeout_s`: longest wait for the rank that reads a model. `is_native`: vLLM's own sender sends its weights.
     """
 
     model: ModelConfig
@@ -41,6 +41,7 @@ class TrainerSpec:
     is_alone: bool = False
     max_model_len: int | None = None
     start_timeout_s: float = 600.0
+    is_native: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, *, num_threads: int = 1) -> TrainerSpec:
@@ -58,6 +59,7 @@ class TrainerSpec:
             is_alone=recipe.is_colocated or recipe.mode == "sync",
             max_model_len=recipe.rollout.max_model_len,
             start_timeout_s=recipe.ray.start_timeout_s,
+            is_native=recipe.rollout.is_native,
         )
 
     def warn_of_another_length(self, then: int) -> None:

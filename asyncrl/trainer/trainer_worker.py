@@ -185,7 +185,7 @@ class TrainerWorker(HasConnections):
         if self._sender is not None:
             self._sender.close()
         sender = build_sender(
-            config.transport,
+            "native" if self._spec.is_native else config.transport,
             config.bucket_bytes,
             num_receivers,
             device=self._device.device.type,

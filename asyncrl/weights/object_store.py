@@ -75,8 +75,9 @@ def check_store(url: str) -> None:
         raise ConfigError(explain(asked, "an object reads otherwise than it was put", REACHABLE))
 
 
-def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Runs `work` in a daemon thread, so that a store that never answers cannot block the process's exit."""
+def in_thread(work: Callable[[], T], name: str = "objects") -> Future[T]:
+    """Runs `work` in a daemon thread of this name, so that a store that never answers cannot block the process's
+    exit."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -85,5 +86,5 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - thread boundary: whoever waits raises it
             done.set_exception(error)
 
-    threading.Thread(target=run, name="objects", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return done

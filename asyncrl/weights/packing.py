@@ -135,6 +135,12 @@ class Packer:
             if (piece.tensor, piece.offset + piece.nbytes) == self._end:
                 self.finish()
 
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, for a sender that packs in its own way; instead of `pack`, and not digested."""
+        for number, spec in enumerate(self.manifest.tensors):
+            self._take(number)
+            yield spec.name, self._data.view(getattr(torch, spec.dtype)).view(spec.shape)
+
     def finish(self) -> Digest | None:
         """Checks that the weights end where the manifest does; returns the digest if the manifest asks for it."""
         self._take(len(self.manifest.tensors) - 1)

@@ -26,6 +26,7 @@ from asyncrl_testing.random_model import write_random_qwen3
 from asyncrl_testing.scripted_sglang import ScriptedSglang
 from asyncrl_testing.scripted_vllm import ScriptedVllm, facts_with
 from tests.engines import running
+from tests.unit.test_preflight import checked  # noqa: F401 - a fixture
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -490,6 +491,7 @@ async def refused(kind, server, settings, said):
 
 
 RELOAD = {"weights": "reload", "max_model_len": 512}
+BY_VLLM = {"weights": "native"}
 
 
 @pytest.mark.parametrize(
@@ -510,6 +512,10 @@ RELOAD = {"weights": "reload", "max_model_len": 512}
         ({"facts": facts_with(architecture="LlamaForCausalLM")}, {}, "architecture LlamaForCausalLM"),
         ({"facts": facts_with(dummy=True)}, RELOAD, "--load-format dummy"),
         ({"lacks": ("/server_info",)}, RELOAD, "/server_info"),
+        ({}, BY_VLLM, r"is not set(?s:.)*--weight-transfer-config '{\"backend\": \"nccl\"}'"),
+        ({"facts": facts_with(transfer="ipc")}, BY_VLLM, "config is ipc"),
+        ({"facts": facts_with(transfer="nccl", world_size=2)}, BY_VLLM, r"2 worker(?s:.)*tensor_parallel_size=2"),
+        ({"facts": facts_with(transfer="nccl", device="cpu", chunked_prefill=False)}, BY_VLLM, "runs on a CPU"),
     ],
 )
 async def test_a_server_that_cannot_be_a_replica_is_named(server, settings, said):
@@ -526,6 +532,7 @@ async def test_a_server_that_cannot_be_a_replica_is_named(server, settings, said
         ({}, {"weights": "extension"}, r"weights=extension(?s:.)*weights=reload(?s:.)*transport=disk"),
         ({"info": {"tp_size": 2}}, {}, r"--tp-size 2(?s:.)*tensor_parallel_size=2"),
         ({"info": {"dp_size": 2}}, {}, "--dp-size 2"),
+        ({}, BY_VLLM, r"weights=native(?s:.)*weights=reload"),
         ({}, {"data_parallel_size": 2}, r"data_parallel_size=2(?s:.)*--dp-size 1"),
         ({"info": {"pp_size": 2}}, {}, "--pp-size 2"),
         ({"info": {"tokenizer_worker_num": 4}}, {}, "--tokenizer-worker-num 4"),
@@ -578,3 +585,12 @@ async def test_the_key_reaches_the_server_and_no_log(kind, monkeypatch, caplog):
             async with running(make_engine(server.url, kind, api_key_env="SERVER_KEY")) as engine:
                 assert len((await complete(engine)).ids) == 24
         assert "hush-hush" not in caplog.text + repr(vars(engine))
+
+
+async def test_a_dry_run_says_what_publishes_by_vllms_own_sender_do_not_promise(checked):  # noqa: F811
+    facts = facts_with(transfer="nccl", architecture=None, vocab_size=None)
+    async with up("vllm", facts=facts) as server:
+        remote = ("rollout.engine=remote", "rollout.num_replicas=1", f"rollout.remote.urls=[{server.url}]")
+        native = ("rollout.remote.weights=native", "weights.transport=collective", "weights.verify=off")
+        lines = await asyncio.to_thread(checked, *remote, *native, "trainer.device=cuda")
+    assert any("no server digests its weights; staleness.parity judges every step" in line for line in lines)

@@ -344,6 +344,17 @@ async def test_the_first_step_with_tokens_of_lag_0_shows_whether_both_compute_on
     assert ("different policies" in caplog.text) == ("staleness.parity=warn" in overrides)
 
 
+async def test_parity_of_servers_that_digest_nothing_is_judged_at_every_step(tmp_path):
+    """A server that was replaced has its first tokens in a later step."""
+    remote = ("rollout.engine=remote", "rollout.num_replicas=1", "rollout.remote.urls=[http://a]")
+    native = ("rollout.remote.weights=native", "weights.transport=collective", "weights.verify=off")
+    loop, _, _ = loop_of(tmp_path, *remote, *native, "trainer.device=cuda")
+    for step, nats in enumerate((0.0, 0.0, 0.5)):
+        assert loop.stopped is None
+        await loop.after_step(step, of_lag_0(nats, 0.0))
+    assert isinstance(loop.stopped, NoParity)
+
+
 async def test_parity_that_is_lost_later_is_a_warning(tmp_path, caplog):
     loop, _, _ = loop_of(tmp_path)
     for step, nats in enumerate((0.0, 0.5, 0.5, 0.0, 0.5)):

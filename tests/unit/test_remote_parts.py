@@ -16,6 +16,7 @@ from asyncrl.inference.remote.publish_calls import require_reachable
 from asyncrl.inference.remote.server_client import read_key
 from asyncrl.inference.remote.vllm_dialect import VllmDialect, VllmReader
 from asyncrl.inference.remote.vllm_facts import ServerFacts
+from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.types import CollectiveSource, DiskSource, IpcSource, ModelFacts, PartsSource, TensorSpec
 from asyncrl.weights.plan import make_manifest
 from asyncrl_testing.engine_client import make_request
@@ -135,6 +136,8 @@ def test_labels_of_another_process_or_run_are_noticed(label):
 
 REMOTE = ("rollout.engine=remote", "rollout.num_replicas=2", "rollout.remote.urls=[http://a:8000,https://b/vllm]")
 RELOAD = (*REMOTE, "rollout.remote.weights=reload")
+BY_VLLM = (*REMOTE, "rollout.remote.weights=native", "trainer.device=cuda", "weights.transport=collective")
+BY_VLLM = (*BY_VLLM, "weights.verify=off")
 
 
 def test_each_replica_has_the_server_of_its_number():
@@ -147,6 +150,13 @@ def test_each_replica_has_the_server_of_its_number():
 def test_replicas_take_no_gpu_of_the_cluster():
     demand = Demand.of(quickstart(*REMOTE, "weights.transport=collective", "trainer.device=cuda"))
     assert (demand.replica_gpus, demand.rank_gpus, demand.num_gpus) == (0, 1, 1)
+
+
+def test_vllms_own_sender_is_chosen_by_its_servers():
+    recipe = quickstart(*BY_VLLM)
+    assert TrainerSpec.of(recipe).is_native
+    assert recipe.rollout.settings.num_workers == 1, "the replica stands for its server"
+    assert not TrainerSpec.of(quickstart(*REMOTE, "weights.transport=collective")).is_native
 
 
 @pytest.mark.parametrize(
@@ -165,6 +175,10 @@ def test_replicas_take_no_gpu_of_the_cluster():
         ((*RELOAD, "weights.transport=disk", "weights.encoding=delta"), "weights.encoding=delta"),
         ((*RELOAD, "weights.transport=disk", "trainer.lora.rank=4"), "lora.rank=4"),
         ((*REMOTE, "weights.transport=collective", "trainer.lora.rank=4"), "engine=remote with trainer.lora.rank=4"),
+        ((*BY_VLLM, "weights.transport=disk"), r"weights=native with weights\.transport=disk"),
+        ((*BY_VLLM, "weights.verify=first"), r"weights=native with weights\.verify=first"),
+        ((*BY_VLLM, "trainer.device=cpu"), r"weights=native with trainer\.device=cpu"),
+        ((*BY_VLLM, "trainer.lora.rank=4"), "lora.rank=4"),
         ((*REMOTE, "ray.start_timeout_s=100"), r"wait_s=240(?s:.)*start_timeout_s=100"),
         ((*REMOTE, "rollout.remote.lost_after_s=0"), "lost_after_s"),
     ],

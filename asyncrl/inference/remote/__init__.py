@@ -7,6 +7,7 @@
       publish_calls.py --> orders.py: a publish as JSON
         --> vllm_extension.py, in each worker of the server: as in an engine of this run
         --> or the server's own reload, from the files of transport `disk`
+        --> or vLLM's own receivers and endpoints, from vLLM's own sender in the trainer (`NativeSender`)
 
-Only vllm_extension.py imports vLLM: neither package has to be installed where the run is.
+Only vllm_extension.py, and that sender, import vLLM: otherwise neither package has to be installed where the run is.
 """

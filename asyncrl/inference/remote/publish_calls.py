@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from asyncrl.inference.remote.orders import write_order
 from asyncrl.inference.remote.server_client import Call, ServerClient
 from asyncrl.inference.shared.publish_calls import PublishCalls, agree
 from asyncrl.types import Digest, DiskSource, Manifest, TransferSource
+from asyncrl.weights.transport import WeightReceiver
 
 _GRACE_S = 5.0
 """Extra time beyond the workers' deadline, so that their error arrives first."""
@@ -42,17 +44,14 @@ class ExtensionPublishCalls(PublishCalls):
         return outcomes
 
 
-class ReloadPublishCalls(PublishCalls):
-    """The server's own loader reads the files of transport `disk`. The replica acts as the receiver: it reads all
-    files, computes their digest, then tells the server the directory."""
+class ReplicaReceives(PublishCalls):
+    """The server's workers run nothing of asyncrl: the replica is the receiver of the transfer."""
 
-    def __init__(self, client: ServerClient, reload: Callable[[str], Call]) -> None:
-        """`reload`: builds the call that loads the directory of a publish."""
+    def __init__(self, client: ServerClient) -> None:
         super().__init__(f"the server {client.url}")
         self._client = client
-        self._reload = reload
         self._thread = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
-        self._receiver: Any = None
+        self._receiver: WeightReceiver | None = None
         self._closed = False
 
     def close(self) -> None:
@@ -64,30 +63,68 @@ class ReloadPublishCalls(PublishCalls):
             self._thread.shutdown(wait=False)
 
     async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
-        if not isinstance(source, DiskSource):
-            do = "set weights.transport=disk, or rollout.remote.weights=extension"
-            raise ConfigError(explain("rollout.remote.weights=reload", f"a {type(source).__name__}", do))
-        loop = asyncio.get_running_loop()
-        ends_s = loop.time() + timeout_s
-        digest = await loop.run_in_executor(self._thread, self._read, manifest, source, timeout_s)
-        path = Path(source.directory) / f"publish-{manifest.publish_id}"
-        left_s = max(0.0, ends_s - loop.time()) + _GRACE_S
-        await self._client.send(self._reload(str(path)), left_s)
-        return [["", "", digest]]
+        loop = self._loop = asyncio.get_running_loop()
+        return [["", "", await loop.run_in_executor(self._thread, self._read, manifest, source, timeout_s)]]
 
-    def _read(self, manifest: Manifest, source: DiskSource, timeout_s: float) -> Digest | None:
-        from asyncrl.weights.transports.disk import DiskReceiver
+    def _receiver_of(self, source: Any) -> WeightReceiver:
+        raise NotImplementedError
 
+    def _read(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         if source != self._joined:
             self._leave()
         if self._receiver is None:
-            self._receiver = DiskReceiver(source)
+            self._receiver = self._receiver_of(source)
         return self._receiver.receive(manifest, _Discarded(), timeout_s)
 
     def _leave(self) -> None:
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
+
+
+class ReloadPublishCalls(ReplicaReceives):
+    """The server's own loader reads the files of transport `disk`. The replica reads all files too, computes their
+    digest, then tells the server the directory."""
+
+    def __init__(self, client: ServerClient, reload: Callable[[str], Call]) -> None:
+        """`reload`: builds the call that loads the directory of a publish."""
+        super().__init__(client)
+        self._reload = reload
+
+    async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
+        if not isinstance(source, DiskSource):
+            do = "set weights.transport=disk, or rollout.remote.weights=extension"
+            raise ConfigError(explain("rollout.remote.weights=reload", f"a {type(source).__name__}", do))
+        deadline = time.monotonic() + timeout_s
+        outcomes = await super()._update(manifest, source, timeout_s)
+        path = Path(source.directory) / f"publish-{manifest.publish_id}"
+        await self._client.send(self._reload(str(path)), max(0.0, deadline - time.monotonic()) + _GRACE_S)
+        return outcomes
+
+    def _receiver_of(self, source: Any) -> WeightReceiver:
+        from asyncrl.weights.transports.disk import DiskReceiver
+
+        return DiskReceiver(source)
+
+
+class NativePublishCalls(ReplicaReceives):
+    """vLLM's own sender, in the trainer, broadcasts to the server's workers. The replica makes the server's part of the
+    calls, in step with the sender: its key, its deadline and its labels stay here."""
+
+    def __init__(self, client: ServerClient, num_workers: int) -> None:
+        """`num_workers`: of the server."""
+        super().__init__(client)
+        self._num_workers = num_workers
+
+    def _receiver_of(self, source: Any) -> WeightReceiver:
+        from asyncrl.weights.transports.collective import NativeReceiver
+
+        def post(path: str, body: Any, timeout_s: float) -> Future[Any]:
+            call = self._client.send(Call(path, body), timeout_s + _GRACE_S)
+            return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+        require_reachable(source, self._client.url)
+        return NativeReceiver(source, self._num_workers, post)
 
 
 class _Discarded:

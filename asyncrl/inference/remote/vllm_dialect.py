@@ -11,7 +11,7 @@ import numpy as np
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.remote.dialect import AnswerReader, Labels, ModelTokens, ServerDialect
-from asyncrl.inference.remote.publish_calls import ExtensionPublishCalls, ReloadPublishCalls
+from asyncrl.inference.remote.publish_calls import ExtensionPublishCalls, NativePublishCalls, ReloadPublishCalls
 from asyncrl.inference.remote.server_client import Call, ServerClient
 from asyncrl.inference.remote.vllm_facts import ServerFacts, require_usable
 from asyncrl.inference.shared.publish_calls import PublishCalls
@@ -96,6 +96,8 @@ class VllmDialect(ServerDialect):
     def publish_calls(self, client: ServerClient, remote: RemoteEngineConfig) -> PublishCalls:
         if remote.weights == "extension":
             return ExtensionPublishCalls(client, self._facts.data_parallel)
+        if remote.weights == "native":
+            return NativePublishCalls(client, self._facts.world_size * self._facts.data_parallel)
         return ReloadPublishCalls(client, _reload)
 
 

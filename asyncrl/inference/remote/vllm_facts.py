@@ -28,6 +28,7 @@ class ServerFacts:
         pipeline_parallel: stages of one engine.
         tied: the output layer shares the embeddings.
         dummy: started with random weights and no file loader.
+        transfer: backend of its `--weight-transfer-config`; None without.
     """
 
     max_model_len: int
@@ -41,6 +42,7 @@ class ServerFacts:
     architecture: str | None = None
     vocab_size: int | None = None
     tied: bool | None = None
+    transfer: str | None = None
 
 
 async def ask_vllm(client: ServerClient, remote: RemoteEngineConfig, version: str) -> ServerFacts:
@@ -63,6 +65,9 @@ def require_usable(url: str, facts: ServerFacts, remote: RemoteEngineConfig, mod
     _require_settings(url, facts, remote)
     _require_start(url, facts, remote)
     if model is not None:
+        if remote.weights == "native" and facts.device == "cpu":
+            found, do = "it runs on a CPU, where vLLM's backend nccl receives nothing", "serve on GPUs, or use weights="
+            raise ConfigError(explain(f"{url} with rollout.remote.weights=native", found, f"{do}extension or reload"))
         require_same_model(url, model, facts.architecture, facts.vocab_size)
         if "rotary positions of kind longrope" in model.unusual and facts.max_model_len != remote.context_tokens:
             found = f"its rotary factors (longrope) follow --max-model-len, which is {facts.max_model_len} there"
@@ -92,17 +97,20 @@ def _require_start(url: str, facts: ServerFacts, remote: RemoteEngineConfig) -> 
         found = "it computes prompts in parts, and on a CPU vLLM then fails requests that have a seed"
         do = f"start it with --no-enable-chunked-prefill; {DOCS}"
         raise ConfigError(explain(f"{url}, a server on a CPU", found, do))
-    if remote.weights == "reload":
-        _require_reload(url, facts)
-    elif facts.pipeline_parallel > 1:
-        asked, found = f"{url} with rollout.remote.weights=extension", f"{facts.pipeline_parallel} pipeline stages"
+    asked = f"{url} with rollout.remote.weights={remote.weights}"
+    if remote.weights == "native" and facts.transfer != "nccl":
+        found = f"the backend of its --weight-transfer-config is {facts.transfer or 'not set'}"
+        do = f"""start it with --weight-transfer-config '{{"backend": "nccl"}}'; {DOCS}"""
+        raise ConfigError(explain(asked, found, do))
+    if remote.weights != "extension":
+        _require_reload(asked, facts, reads_files=remote.weights == "reload")
+    if remote.weights != "reload" and facts.pipeline_parallel > 1:
         do = "start it with --pipeline-parallel-size 1, or set rollout.remote.weights=reload and weights.transport=disk"
-        raise ConfigError(explain(asked, f"the model is cut into {found}", do))
+        raise ConfigError(explain(asked, f"the model is cut into {facts.pipeline_parallel} pipeline stages", do))
 
 
-def _require_reload(url: str, facts: ServerFacts) -> None:
-    asked = f"{url} with rollout.remote.weights=reload"
-    if facts.dummy:
+def _require_reload(asked: str, facts: ServerFacts, *, reads_files: bool) -> None:
+    if reads_files and facts.dummy:
         found = "it was started with --load-format dummy, and reads no files"
         raise ConfigError(explain(asked, found, "start it with the model's files, or use weights=extension"))
     if facts.device == "cpu" and facts.tied:
@@ -175,6 +183,7 @@ def _from_server_info(url: str, info: Any) -> ServerFacts:
         "device": at(config, "device_config", "device_type") or at(config, "device_config", "device"),
         "chunked_prefill": at(config, "scheduler_config", "enable_chunked_prefill"),
         "dummy": at(config, "load_config", "load_format") == "dummy",
+        "transfer": at(config, "weight_transfer_config", "backend"),
     }
     try:
         return from_plain(ServerFacts, plain)

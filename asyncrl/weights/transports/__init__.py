@@ -12,7 +12,7 @@ from asyncrl.types import CollectiveSource, Digest, DiskSource, IpcSource, Manif
 from asyncrl.weights.object_store import is_url
 from asyncrl.weights.plan import part_manifests
 from asyncrl.weights.transport import WeightReceiver, WeightSender, WeightSink
-from asyncrl.weights.transports.collective import CollectiveReceiver, CollectiveSender
+from asyncrl.weights.transports.collective import CollectiveReceiver, CollectiveSender, NativeSender
 from asyncrl.weights.transports.control_channel import Deadline
 from asyncrl.weights.transports.disk import DiskReceiver, DiskSender
 from asyncrl.weights.transports.interruptible_sender import InterruptibleSender
@@ -31,7 +31,7 @@ def build_sender(
     host: str = "127.0.0.1",
     directory: str = "",
 ) -> InterruptibleSender:
-    """The sender of `weights.transport`, not yet open.
+    """The sender of `weights.transport`, not yet open; "native": vLLM's own, for `rollout.remote.weights=native`.
 
     Args:
         device: where the trainer's tensors live; selects gloo or NCCL for `collective`, and the rings of `ipc`.
@@ -41,11 +41,12 @@ def build_sender(
     Raises:
         ConfigError: unknown transport, or it does not support the device.
     """
-    if transport not in TRANSPORTS:
+    if transport not in (*TRANSPORTS, "native"):
         raise _unknown(transport)
     senders: dict[str, Callable[[], WeightSender]] = {
         "ipc": lambda: IpcSender(bucket_bytes, num_receivers, device=device),
         "collective": lambda: CollectiveSender(bucket_bytes, num_receivers, device=device, host=host),
+        "native": lambda: NativeSender(bucket_bytes, num_receivers, device=device, host=host),
         "disk": lambda: DiskSender(bucket_bytes, num_receivers, host=host, directory=directory),
         "objects": lambda: ObjectSender(bucket_bytes, num_receivers, host=host, url=directory),
     }

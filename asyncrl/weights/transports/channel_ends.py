@@ -30,13 +30,14 @@ class ChannelEnd(Generic[C]):
 
     def close(self) -> None:
         """Idempotent; a later `receive` joins again."""
+        self._abandon()
         if self._channel is not None:
             self._channel.close()
             self._channel = None
         self._buffers = ()
 
     def _abandon(self) -> None:
-        """Called after a failed publish, once the peers know of it."""
+        """Called after a failed publish, once the peers know of it, and by `close`."""
 
 
 class ChannelSender(ChannelEnd[SenderChannel]):
@@ -118,7 +119,6 @@ class ChannelReceiver(ChannelEnd[ReceiverChannel], Generic[S]):
 
     def _attach(self) -> None:
         """Makes what a connected receiver keeps, before it connects."""
-        raise NotImplementedError
 
     def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
         """From READY until `unpacker` has all buckets of the publish; returns their number."""

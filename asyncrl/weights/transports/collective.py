@@ -11,9 +11,13 @@ the receiver that is missing.
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +25,9 @@ import torch.distributed as dist
 from asyncrl.errors import ConfigError, DeadlineExceeded, TransferEnded, WeightTransferError, explain
 from asyncrl.types import Bucket, CollectiveSource, Manifest
 from asyncrl.weights.digest import digest_for
+from asyncrl.weights.object_store import in_thread
 from asyncrl.weights.packing import Packer, Unpacker, separate
+from asyncrl.weights.transports.blocking import wait_for
 from asyncrl.weights.transports.channel_ends import C, ChannelEnd, ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
 from asyncrl.weights.transports.process_group import BroadcastFailed, BroadcastGroup, host_store, join_store
@@ -40,7 +46,6 @@ class _Member(ChannelEnd[C]):
     _group: BroadcastGroup | None = None
 
     def close(self) -> None:
-        self._abandon()
         super().close()
         self._store = None
 
@@ -212,3 +217,187 @@ def _checked(device: str | torch.device) -> torch.device:
     if checked.type not in ("cpu", "cuda"):
         raise ConfigError(explain("weights.transport=collective", f"device {checked}", "use cpu or cuda"))
     return checked
+
+
+# vLLM's own sender, to servers that run none of our code (`rollout.remote.weights=native`). Its wire is NCCL, and its
+# calls are vLLM's HTTP endpoints: the replica of each server makes them, in step with the sender by our control
+# channel. Value of BEGIN: generation << 16 | port at which the group of this generation meets.
+
+_PACKED = {"packed": True, "packed_num_buffers": 2}
+"""What both sides of vLLM's wire must agree on, with the size of a buffer."""
+
+
+class _OfReplicas:
+    """vLLM's `VLLMWeightSyncClient`, whose calls the replicas make."""
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: Any) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class _Weights:
+    """vLLM's `WeightSource`: the tensors of one publish. vLLM's thread reads them, and none after `end`: whoever
+    gathers them goes on in another thread."""
+
+    def __init__(self, packer: Packer) -> None:
+        self._specs, self._tensors = packer.manifest.tensors, packer.whole()
+        self._lock = threading.Lock()
+        self.failure: Exception | None = None
+        """Why there are no more: an error of the trainer, or `end`."""
+
+    def end(self) -> None:
+        with self._lock:
+            self.failure = TransferEnded("the publish has ended")
+
+    def metadata(self) -> list[Any]:
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(spec.name, getattr(torch, spec.dtype), spec.shape) for spec in self._specs]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        while (item := self._next()) is not None:
+            yield item
+
+    def _next(self) -> tuple[str, torch.Tensor] | None:
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            try:
+                return next(self._tensors, None)
+            except Exception as error:
+                self.failure = error
+                raise
+
+
+Join = Callable[[str, int, int, int, _Weights], Any]
+"""(host, port, size of the group, bytes of a buffer, weights) -> vLLM's sender, once all have joined."""
+
+
+def join_vllm(host: str, port: int, size: int, buffer_bytes: int, weights: Any) -> Any:
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    place = {"rank": 0, "master_address": host, "master_port": port, "world_size": size}
+    info = NCCLTrainerInitInfo(**place, **_PACKED, packed_buffer_size_bytes=buffer_bytes)
+    return WeightTransferTrainerFactory.trainer_init(info, client=_OfReplicas(), source=weights)
+
+
+class NativeSender(ChannelSender):
+    """Implements `WeightSender`, for publishes without digests, by vLLM's own `TrainerWeightTransferEngine`: rank 0 of
+    a group with all workers of all servers.
+
+    vLLM's calls have no deadline: they run in a thread that is abandoned. A server that waits in NCCL then waits until
+    it is restarted.
+    """
+
+    def __init__(
+        self, bucket_bytes: int, num_receivers: int, *, device: str | torch.device, host: str, join: Join = join_vllm
+    ) -> None:
+        """`join`: forms the group; a test without GPUs takes another wire."""
+        super().__init__("a publish by vLLM's own sender", bucket_bytes, num_receivers, "xxh3")
+        self._device, self._host, self._join = _checked(device), host, join
+        self._engine: Any = None
+        self._begun = 0
+
+    def open(self) -> CollectiveSource:
+        self.close()
+        return self._listen(f"tcp://{self._host}:*", CollectiveSource, store=self._host)
+
+    def _abandon(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
+
+    def _send(self, channel: SenderChannel, values: tuple[int, ...], packer: Packer, deadline: Deadline) -> None:
+        assert not packer.manifest.verify, "the recipe says weights.verify=off, since no receiver digests"
+        weights, engine = _Weights(packer), self._engine
+        if engine is None or set(values) != {self._begun}:
+            self._abandon()
+            engine = self._engine = self._form(channel, weights, deadline)
+        else:
+            channel.tell(Kind.BEGIN, self._begun)
+        channel.wait_acked(0, deadline)  # every server has begun its update
+        engine.source = weights
+        try:
+            wait_for(self._in_thread(engine.send_weights), deadline, "send the weights to vLLM", channel.watch)
+        except WeightTransferError as error:
+            raise weights.failure or error from None  # the trainer's own, which no receiver can cause
+        finally:
+            weights.end()
+        channel.wait_acked(len(packer.manifest.buckets), deadline)
+
+    def _form(self, channel: SenderChannel, weights: _Weights, deadline: Deadline) -> Any:
+        """A group of all workers of all servers, whose number is the receivers' note."""
+        with socket.create_server((self._host, 0)) as listener:  # vLLM binds the port itself
+            port = listener.getsockname()[1]
+        self._begun = ((self._begun >> 16) + 1) << 16 | port
+        size = 1 + sum(map(int, channel.notes.values()))
+        channel.tell(Kind.BEGIN, self._begun)
+        forming = self._in_thread(lambda: self._join(self._host, port, size, self._bucket_bytes, weights))
+        try:
+            return wait_for(forming, deadline, f"form vLLM's group of {size} processes", channel.watch)
+        except BaseException:
+            forming.add_done_callback(lambda late: late.exception() or late.result().shutdown())
+            raise
+
+    def _in_thread(self, call: Callable[[], Any]) -> Future[Any]:
+        device = torch.cuda.current_device() if self._device.type == "cuda" else None
+
+        def here() -> Any:
+            if device is not None:
+                torch.cuda.set_device(device)
+                torch.cuda.synchronize()  # vLLM reads on streams of its own
+            return call()
+
+        return in_thread(here, "vllm-sender")
+
+
+Post = Callable[[str, Any, float], Future[Any]]
+"""(path, body, seconds) -> the server's answer."""
+
+
+class NativeReceiver(ChannelReceiver[CollectiveSource]):
+    """Implements `WeightReceiver` for a server: makes its calls of an update. Nothing reaches the sink."""
+
+    def __init__(self, source: CollectiveSource, num_workers: int, post: Post) -> None:
+        """`num_workers`: of the server, and of every other."""
+        super().__init__(source)
+        self._num_workers, self._post = num_workers, post
+        self._begun = 0
+        """Of the group that the server's workers have joined; 0: none."""
+
+    def _abandon(self) -> None:
+        self._begun = 0
+
+    def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
+        def call(path: str, **body: Any) -> None:
+            what = f"have its server answer {path}"
+            wait_for(self._post(path, body, deadline.remaining_s()), deadline, what, lambda: channel.check(what))
+
+        manifest = unpacker.manifest
+        channel.join(manifest, self._begun, str(self._num_workers))
+        begun = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
+        if begun != self._begun:
+            # An update that never ended keeps the server from leaving its last group.
+            try:
+                call("/shutdown_weight_transfer_engine")
+            except WeightTransferError:
+                call("/finish_weight_update")
+                call("/shutdown_weight_transfer_engine")
+            call("/init_weight_transfer_engine", init_info=self._place(begun & 0xFFFF))
+            self._begun = begun
+        call("/start_weight_update")
+        channel.ack(0)
+        told = [(spec.name, spec.dtype, spec.shape) for spec in manifest.tensors]
+        columns = zip(("names", "dtype_names", "shapes"), zip(*told, strict=True), strict=True)
+        call("/update_weights", update_info=dict(columns))
+        call("/finish_weight_update")
+        return len(manifest.buckets)
+
+    def _place(self, port: int) -> dict[str, Any]:
+        """The server's place in the group: its workers follow those of the receivers before it."""
+        source, num_workers = self._source, self._num_workers
+        place = {"rank_offset": 1 + source.receiver * num_workers, "world_size": 1 + source.num_receivers * num_workers}
+        met = {"master_address": source.store, "master_port": port}
+        return {**met, **place, **_PACKED, "packed_buffer_size_bytes": source.bucket_bytes}

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
-from asyncrl.weights.transports.blocking import BlockingCalls, wait_for
+from asyncrl.weights.object_store import in_thread
+from asyncrl.weights.transports.blocking import wait_for
 from asyncrl.weights.transports.control_channel import Deadline
 
 logger = logging.getLogger(__name__)
@@ -103,9 +104,7 @@ class BroadcastGroup:
         device = self._device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())  # the choice of this thread
-        calls = BlockingCalls("weights-group")
-        joining = calls.submit(lambda: self._connect(device, deadline))
-        calls.close()
+        joining = in_thread(lambda: self._connect(device, deadline), "weights-group")
         try:
             self._backend = wait_for(joining, deadline, f"form a group of {self._world_size} processes", watch)
         except BaseException:
@@ -231,9 +230,7 @@ def watchdog_spares_the_process() -> Iterator[None]:
 def _let_go(held: list[Any]) -> None:
     """Aborts the backend (the last of `held`) and drops all of `held`, which must be the last references. Runs in a
     thread, because a stopped peer can block both: gloo on pending work, NCCL on a kernel."""
-    calls = BlockingCalls("weights-abort")
-    ending = calls.submit(lambda: _end(held))
-    calls.close()
+    ending = in_thread(lambda: _end(held), "weights-abort")
     if not futures.wait((ending,), _ABORT_S).done:
         logger.warning("a group for weights did not end within %g s; it is left to its thread", _ABORT_S)
     elif (error := ending.exception()) is not None:
