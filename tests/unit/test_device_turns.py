@@ -68,6 +68,8 @@ def test_a_killed_process_keeps_its_memory_until_it_has_exited():
     turns.train()
     assert not turns.may_load(1), "the trainer has the devices"
     turns.wake()
+    assert not turns.may_load(1), "the trainer frees memory after the publish"
+    turns.generate()
     assert turns.may_load(1)
     assert not turns.may_load(0), "it is awake"
     turns.loads(1)
@@ -81,9 +83,22 @@ def test_a_process_that_dies_asleep_is_replaced_after_the_wake_and_not_before_it
     turns.wake()
     assert not turns.may_load(0)
     turns.exited(0)
-    assert turns.may_load(0)
+    assert not turns.may_load(0), "beside a publish"
+    turns.generate()
     turns.loads(0)
     assert turns.awake == {0, 1}
+
+
+def test_where_all_processes_died_asleep_one_loads_so_that_the_publish_reaches_somebody():
+    turns = trained(generating())
+    for engine in (0, 1):
+        turns.killed(engine)
+        turns.exited(engine)
+    turns.wake()
+    turns.loads(0)
+    assert not turns.may_load(1)
+    turns.generate()
+    turns.loads(1)
 
 
 class Devices(RuleBasedStateMachine):

@@ -2,7 +2,8 @@
 
     waking --generate--> generating --rest--> settling --train--> training --wake--> waking
 
-* *waking*: engines may load or take their memory back; a publish brings the weights. A run starts here.
+* *waking*: engines take their memory back; a publish brings the weights. A run starts here, and all engines load. Later
+  one loads only if no other is awake: it measures memory while it loads, and the trainer frees some after sending.
 * *generating*: engines serve requests. The trainer computes nothing and keeps only its memory between steps.
 * *settling*: engines give their memory back. None may load.
 * *training*: the trainer has the devices. Every engine is asleep, or its process has exited.
@@ -26,6 +27,8 @@ class DeviceTurns:
 
     def __init__(self) -> None:
         self.phase: Phase = "waking"
+        self._is_publish = False
+        """The trainer sends weights in the phase waking."""
         self._awake: set[int] = set()
         self._asleep: set[int] = set()
         self._exiting: set[int] = set()
@@ -43,7 +46,9 @@ class DeviceTurns:
     def may_load(self, engine: int) -> bool:
         """True if a new process of this engine may load its model: in the engines' turn, once the old process has
         exited."""
-        return self.phase in ("waking", "generating") and engine not in self._awake | self._exiting
+        waits = self._is_publish and bool(self._awake)
+        has_turn = self.phase == "generating" or (self.phase == "waking" and not waits)
+        return has_turn and engine not in self._awake | self._exiting
 
     def loads(self, engine: int) -> None:
         """A process of this engine begins to load. Raises ValueError if it may not."""
@@ -84,7 +89,7 @@ class DeviceTurns:
         trainer does not have the devices."""
         if self.phase not in ("training", "waking"):
             raise ValueError(f"nobody is to be woken: {self}")
-        self.phase = "waking"
+        self.phase, self._is_publish = "waking", True
         self._awake |= self._asleep
         self._asleep.clear()
 
@@ -92,7 +97,7 @@ class DeviceTurns:
         """The publish has ended. Raises ValueError if none was in progress."""
         if self.phase != "waking":
             raise ValueError(f"generation follows a wake: {self}")
-        self.phase = "generating"
+        self.phase, self._is_publish = "generating", False
 
     def __str__(self) -> str:
         return f"{self.phase}, awake {sorted(self._awake)}, asleep {sorted(self._asleep)}"

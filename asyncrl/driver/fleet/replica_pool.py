@@ -272,6 +272,7 @@ class ReplicaPool:
                     self._on_event(events.ReplicaServing(replica_id))
         if self._devices is not None and self._devices.turns.phase == "waking":
             self._devices.turns.generate()
+            self._devices.changed()
         await self._clients.tell()
         return len(self._current(controls))
 
