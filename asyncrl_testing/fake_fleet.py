@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.config.weights import WeightsConfig
@@ -53,10 +54,12 @@ class FakeTrainer:
         self.timeouts.append(("weight_specs", timeout_s))
         return SPECS
 
-    async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource:
-        self.opened.append(num_receivers)
+    async def open_weights(
+        self, config: WeightsConfig, num_receivers: Mapping[int | None, int], timeout_s: float
+    ) -> dict[int | None, TransferSource]:
+        self.opened.append(sum(num_receivers.values()))
         self.timeouts.append(("open_weights", timeout_s))
-        return NO_SOURCE
+        return {sender: replace(NO_SOURCE, epoch=sender or 0) for sender in num_receivers}
 
     async def interrupt_weights(self, timeout_s: float) -> None:
         self.interrupted.set()

@@ -353,7 +353,7 @@ class Recipe:
             self.weights.transport in ("ipc", "disk"),
             asked=f"{key} with weights.transport={self.weights.transport}",
             found="NCCL refuses two processes on one GPU (Duplicate GPU detected)",
-            do="set weights.transport=ipc, or disk on several nodes",
+            do="set weights.transport=ipc; with trainer.backend=megatron on several nodes disk",
         )
         require(
             self.trainer.device != "cpu",

@@ -11,8 +11,9 @@ from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt
 @section("weights.")
 class WeightsConfig:
     transport: Literal["ipc", "collective", "disk"] = "ipc"
-    """ipc: same node, shared memory or GPU memory. collective: torch.distributed broadcast (nccl on GPU, gloo on CPU).
-    disk: safetensors files in a directory that all machines reach."""
+    """ipc: shared memory or GPU memory of a node; where ranks of backend fsdp are on several, one on each sends.
+    collective: torch.distributed broadcast (nccl on GPU, gloo on CPU). disk: safetensors files in a directory that all
+    machines reach."""
     disk_directory: str = ""
     """With transport=disk: the directory for publishes, with the same path on every machine; or a URL of object storage
     that fsspec knows (s3://bucket/path, with s3fs installed everywhere). Empty: the system's directory for temporary

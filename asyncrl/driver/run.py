@@ -108,7 +108,7 @@ class _Run:
     def __init__(
         self, spec: RunSpec, console: Console, cluster: Cluster, placements: PlacementGroups, metrics: MetricsLog
     ) -> None:
-        self._spec, self._cluster, self._metrics = spec, cluster, metrics
+        self._spec, self._cluster, self._metrics, self._placements = spec, cluster, metrics, placements
         self._recipe = recipe = spec.recipe
         self._events = EventLog(spec.directory.events, spec.hide)
         live = recipe.observability.progress and console.is_terminal
@@ -245,6 +245,7 @@ class _Run:
                 encoding="lora" if recipe.trainer.lora.rank else recipe.weights.encoding,
                 receivers_per_replica=recipe.rollout.settings.num_workers,
                 rolling=recipe.rolls_publish,
+                machines=self._placements.machines if recipe.weights.transport == "ipc" else None,
             ),
             checkpoints=self._checkpoints,
             metrics=self._metrics,

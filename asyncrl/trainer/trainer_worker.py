@@ -100,6 +100,8 @@ class TrainerWorker(HasConnections):
         self._fetch, self._fetch_ahead = fetch, fetch_ahead
         self._device = RankDevice(spec, rank)
         self._sender: WeightSender | None = None
+        self._sends_all = False
+        """Each rank with a sending end sends all tensors."""
         self._encoder = DeltaEncoder()
         self._bucket_bytes = 0
         self._copies = HostCopies()
@@ -175,15 +177,19 @@ class TrainerWorker(HasConnections):
         return self._backend.sending_ranks()
 
     @in_thread("send")
-    def open_weights(self, config: WeightsConfig, num_receivers: int) -> TransferSource:
+    def open_weights(self, config: WeightsConfig, num_receivers: int, *, copies: bool = False) -> TransferSource | None:
         """Opens the sending end and closes an earlier one; sending ranks only. Returns the information that receivers
-        need."""
+        need; None for no receivers. `copies`: each rank with receivers sends all tensors."""
         from asyncrl.weights.transports import build_sender
 
         if self._spec.sends_snapshots:
             self._device.use_thread()
         if self._sender is not None:
             self._sender.close()
+            self._sender = None
+        self._sends_all = copies
+        if not num_receivers:
+            return None
         sender = build_sender(
             "native" if self._spec.is_native else config.transport,
             config.bucket_bytes,
@@ -245,17 +251,19 @@ class TrainerWorker(HasConnections):
             self._device.give_back()
 
     def _send(self, manifest: Manifest, weights: Iterator[tuple[str, torch.Tensor]], timeout_s: float) -> Digest | None:
-        senders = self._backend.sending_ranks()
-        places = [place for place, sender in enumerate(senders) if sender.rank == self._rank]
-        if not places:
+        if not self._sends():
             return None
         if self._sender is None:
             raise WeightTransferError("send_weights was called before open_weights")
+        senders = self._backend.sending_ranks()
         if len(senders) > 1:
-            manifest = part_manifests(manifest, [s.first_tensor for s in senders], self._bucket_bytes)[places[0]]
+            place = next(place for place, sender in enumerate(senders) if sender.rank == self._rank)
+            manifest = part_manifests(manifest, [s.first_tensor for s in senders], self._bucket_bytes)[place]
         return self._sender.send(manifest, weights, timeout_s)
 
     def _sends(self) -> bool:
+        if self._sends_all:
+            return self._sender is not None
         return any(sender.rank == self._rank for sender in self._backend.sending_ranks())
 
     @contextmanager

@@ -245,13 +245,45 @@ async def test_checkpoint_and_weights(pool, lease, tmp_path):
     assert await pool.train_step(plans) == first
 
     specs = await pool.weight_specs(START_S)
-    source = await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
+    source = await opened(pool, WeightsConfig(bucket_bytes=BUCKET_BYTES))
     manifest = Manifest(1, 4, specs, plan_buckets(specs, BUCKET_BYTES))
     sink = RefusingSink()
     sent, digest = await published(pool, source, manifest, sink)
     assert sent == digest
     assert sent is not None
     assert sink.received == {s.name: s.nbytes for s in specs}
+
+
+async def opened(pool, config):
+    """The source of one receiver."""
+    return (await pool.open_weights(config, {None: 1}, START_S))[None]
+
+
+async def test_a_rank_on_each_node_sends_all_tensors_to_the_replicas_there(pool):
+    """As `ipc` does where ranks are on several nodes; the next publish takes other ranks."""
+    specs, config = await pool.weight_specs(START_S), WeightsConfig(bucket_bytes=BUCKET_BYTES, transport="ipc")
+
+    async def publish(number, num_receivers):
+        sources = await pool.open_weights(config, num_receivers, START_S)
+        assert sources.keys() == num_receivers.keys()
+        manifest = make_manifest(number, 4, specs, BUCKET_BYTES, verify=True)
+        received = [
+            asyncio.to_thread(receive, replace(sources[rank], receiver=i), manifest)
+            for rank, count in num_receivers.items()
+            for i in range(count)
+        ]
+        sent, *received = await asyncio.gather(pool.send_weights(manifest, 60.0), *received)
+        assert len(sent) == len(specs)
+        assert received == [sent] * len(received)
+        return sent
+
+    def receive(source, manifest):
+        with closing(build_receiver(source)) as receiver:
+            return receiver.receive(manifest, RefusingSink(), 60.0)
+
+    both = await publish(1, {0: 1, 1: 2})
+    assert await publish(2, {1: 1}) == both
+    assert await publish(3, {None: 1}) == both
 
 
 async def published(pool, source, manifest, sink):
@@ -284,7 +316,7 @@ async def test_pipeline_stages_send_their_parts_and_an_error_of_one_ends_all(sta
         return await published(stages, source, make_manifest(publish_id, 4, specs, BUCKET_BYTES), sink)
 
     for number, refused in enumerate((specs[0].name, specs[-1].name)):
-        source = await stages.open_weights(config, 1, START_S)
+        source = await opened(stages, config)
         assert len(source.parts) == 2
         started = time.monotonic()
         sent, received = await publish(2 * number + 1, RefusingSink(refused))
@@ -292,7 +324,7 @@ async def test_pipeline_stages_send_their_parts_and_an_error_of_one_ends_all(sta
         assert f"{refused} is refused" in str(sent)
         assert isinstance(received, WeightTransferError)
         assert time.monotonic() - started < 40
-        source = await stages.open_weights(config, 1, START_S)
+        source = await opened(stages, config)
         sink = RefusingSink()
         sent, digest = await publish(2 * number + 2, sink)
         assert sent == digest
@@ -308,7 +340,7 @@ async def test_a_snapshot_is_sent_while_a_step_trains(sending, lease, queue, tra
     numbers = itertools.count(1)
 
     async def publish():
-        source = await sending.open_weights(config, 1, START_S)
+        source = await opened(sending, config)
         manifest = make_manifest(next(numbers), 4, specs, BUCKET_BYTES, verify=True)
         sent, digest = await published(sending, source, manifest, RefusingSink())
         assert sent == digest
@@ -325,7 +357,7 @@ async def test_a_snapshot_is_sent_while_a_step_trains(sending, lease, queue, tra
 
 async def test_a_publish_that_nobody_receives_fails_in_time_and_leaves_the_ranks_in_step(pool, lease):
     specs = await pool.weight_specs(START_S)
-    await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
+    await opened(pool, WeightsConfig(bucket_bytes=BUCKET_BYTES))
     manifest = Manifest(2, 5, specs, plan_buckets(specs, BUCKET_BYTES))
     with pytest.raises(DeadlineExceeded):
         await pool.send_weights(manifest, 1.0)
@@ -343,7 +375,7 @@ async def test_steps_publishes_and_pings_go_on_while_a_checkpoint_is_written(poo
         await pool.ping(5.0)
     assert after != expected
     specs = await pool.weight_specs(START_S)
-    await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
+    await opened(pool, WeightsConfig(bucket_bytes=BUCKET_BYTES))
     with pytest.raises(DeadlineExceeded):  # nobody receives, but both ranks walked the weights
         await pool.send_weights(Manifest(1, 4, specs, plan_buckets(specs, BUCKET_BYTES)), 0.5)
     assert not saving.done()
@@ -412,7 +444,7 @@ async def test_a_killed_rank_is_named_at_once_by_the_step_and_by_the_save(pool, 
     """The other rank still waits for its groups, and would for two minutes."""
     pids = pids_of(pool)
     killed += pids
-    await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
+    await opened(pool, WeightsConfig(bucket_bytes=BUCKET_BYTES))
     await pool.capture()
     await pool.save(tmp_path / "whole", START_S)
     await pool.capture()
@@ -441,7 +473,7 @@ async def test_a_pool_after_the_crash_and_a_stopped_rank(queue, model_path, leas
     pool = await TrainerPool.start(spec(model_path, collective_timeout_s=4), queue, 0, START_S)
     try:
         pids, plans = pids_of(pool), lease.plans(num_plans=2)
-        await pool.open_weights(WeightsConfig(bucket_bytes=BUCKET_BYTES), 1, START_S)
+        await opened(pool, WeightsConfig(bucket_bytes=BUCKET_BYTES))
         assert not files_in((SHARED_MEMORY,), killed)
         await pool.capture()
         first = await pool.train_step(plans)

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from asyncrl.config.weights import WeightsConfig
+from asyncrl.driver.cluster.placement import Machines
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, TransferEnded, WeightTransferError
 from asyncrl.inference.replica import Replica
@@ -333,6 +334,22 @@ async def test_a_sender_that_hears_of_the_failure_is_not_interrupted():
     made, trainer, _ = engine(good, FakeReplica(ProcessDied("gone")), trainer=Hearing(), own={"blame_s": 4})
     await asyncio.wait_for(made.publish(4), 3)
     assert (good.committed, trainer.interrupted.is_set(), trainer.opened) == ([4], False, [2, 1])
+
+
+async def test_where_ranks_are_on_several_nodes_each_replica_receives_from_the_rank_on_its_own():
+    seen = {}
+
+    class Where(FakeReplica):
+        async def receive_weights(self, manifest, source, timeout_s):
+            seen[id(self)] = source.epoch, source.receiver
+            return await super().receive_weights(manifest, source, timeout_s)
+
+    replicas = [Where() for _ in range(4)]
+    nodes = Machines(("a", "a", "b", "b"), {0: "b", 1: "a", 2: "b", 3: "lost"})
+    made, trainer, _ = engine(*replicas, own={"machines": lambda: nodes, "receivers_per_replica": 2})
+    await made.publish(4)
+    assert [seen[id(replica)] for replica in replicas] == [(2, 0), (0, 0), (2, 2), (0, 2)]  # rank, receiver
+    assert trainer.opened == [8]
 
 
 async def test_getting_ready_to_send_has_what_is_left_of_the_publish():

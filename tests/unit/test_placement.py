@@ -223,6 +223,15 @@ def test_a_replica_takes_no_more_of_a_shared_gpu_than_its_share(section, memory)
         quickstart(*shared, f"{key}.gpu_share=0")
 
 
+def test_colocated_on_several_nodes_a_rank_on_each_sends_by_ipc():
+    words = ["placement=colocated", "mode=sync", "weights.transport=ipc", "trainer.num_ranks=16", "trainer.device=cuda"]
+    words += ["rollout.engine=vllm", "rollout.num_replicas=16", "batch.groups_per_step=16"]
+    found = place_run(quickstart(*words), [8, 8])
+    assert sum(len(bundle.replicas) for bundle in found.bundles) == 16
+    with pytest.raises(ConfigError, match="node of a sending rank only"):
+        place_run(quickstart(*words, "trainer.backend=megatron"), [8, 8])
+
+
 def test_ranks_of_a_copy_of_the_model_share_a_node():
     words = ["trainer.num_ranks=12", "trainer.fsdp.shard_ranks=4", "trainer.device=cuda", "rollout.num_replicas=4"]
     words += ["rollout.torch.device=cuda", "batch.groups_per_step=12", "weights.transport=collective"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -99,6 +99,19 @@ def _least_ranks(trainer: TrainerConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Machines:
+    """The node of each rank, and of each replica by its id."""
+
+    ranks: tuple[str, ...]
+    replicas: Mapping[int, str]
+
+    def sender_of(self, replica_id: int) -> int:
+        """The first rank on the replica's node; of one whose node is lost, rank 0."""
+        node = self.replicas.get(replica_id)
+        return self.ranks.index(node) if node in self.ranks else 0
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """The bundles of a run.
 
@@ -142,20 +155,23 @@ def place_run(recipe: Recipe, node_gpus: Sequence[int]) -> Placement:
     demand, transport = Demand.of(recipe), recipe.weights.transport
     found = plan_placement(demand, node_gpus)
     nodes = fit(found.bundles, node_gpus) if demand.one_node and found.strategy == "PACK" else None
-    sender = next((node for node, b in zip(nodes or (), found.bundles, strict=False) if b.num_ranks), None)
+    reached = [node for node, b in zip(nodes or (), found.bundles, strict=False) if b.num_ranks]
+    # A rank of FSDP has all tensors of a publish: one on each node can send them.
+    copies = transport == "ipc" and recipe.trainer.backend == "fsdp" and recipe.weights.encoding == "full"
+    reached = reached if copies else reached[:1]
     others = "disk" if found.shares_gpus else "collective, or disk"  # no NCCL between processes on one GPU
     require(
-        nodes is None or all(node == sender for node, b in zip(nodes, found.bundles, strict=True) if b.replicas),
+        nodes is None or all(node in reached for node, b in zip(nodes, found.bundles, strict=True) if b.replicas),
         asked=f"weights.transport={transport}; {words(found.bundles)}",
         found=f"they do not fit on one node ({', '.join(str(gpus) for gpus in node_gpus)} GPUs), and this transport "
-        "reaches replicas on the node of the sending rank only",
+        "reaches replicas on the node of a sending rank only",
         do=f"set weights.transport={others} with weights.disk_directory on shared storage",
     )
     require(
         not found.shares_gpus or transport != "collective",
         asked=f"weights.transport={transport}; {words(found.bundles)}",
         found=f"processes share the {sum(node_gpus)} GPUs, and NCCL refuses two processes on one GPU",
-        do="set weights.transport=ipc (disk on several nodes), or use fewer processes or more GPUs",
+        do="set weights.transport=ipc (disk with Megatron-core on several nodes), or use fewer processes or more GPUs",
     )
     return found
 

@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.driver.cluster.placement import Demand, Placement, place_run, words
+from asyncrl.driver.cluster.placement import Demand, Machines, Placement, place_run, words
 from asyncrl.errors import DeadlineExceeded, NoPlace, Process, RunFailed, explain
 from asyncrl.inference.replica_actor import ReplicaPlacement
 from asyncrl.remote.reply import reply_now
@@ -105,6 +105,14 @@ class PlacementGroups:
             raise RunFailed(str(error)) from error
         nodes = await asyncio.to_thread(self.nodes)
         return [self._strategy(i) for i in self.placement.bundle_of_rank([node or "" for node in nodes])]
+
+    def machines(self) -> Machines:
+        """Where ranks and replicas are now."""
+        nodes, placement = [node or "" for node in self.nodes()], self.placement
+        if not nodes:
+            return Machines(("",), dict.fromkeys(self._of_replica, ""))
+        ranks = tuple(nodes[i] for i in placement.bundle_of_rank(nodes))
+        return Machines(ranks, {replica: nodes[i] for replica, i in self._of_replica.items()})
 
     def nodes(self) -> list[str | None]:
         """The living node of each bundle; None: not placed yet, lost, or draining. Empty without a group."""

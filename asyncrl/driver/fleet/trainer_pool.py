@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import ray
 
 from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, cause, explain
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, ProcessDied, WeightTransferError, cause, explain
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.remote.actor_client import ActorClient, ActorHandle
 from asyncrl.remote.reply import reply_now
@@ -77,7 +77,10 @@ class TrainerPool:
         self._spec = spec
         self._actors = [ActorClient(actor, trainer_rank(rank), is_direct=True) for rank, actor in enumerate(actors)]
         self._killed: list[ActorClient] = []
+        self._parts: tuple[SendingRank, ...] = ()
+        """The backend's sending ranks."""
         self._senders: tuple[SendingRank, ...] = ()
+        """The ranks whose sending ends were opened last."""
 
     @classmethod
     async def start(
@@ -165,22 +168,36 @@ class TrainerPool:
     async def weight_specs(self, timeout_s: float) -> tuple[TensorSpec, ...]:
         return await self._actors[0].call(timeout_s, TrainerWorker.weight_specs)
 
-    async def open_weights(self, config: WeightsConfig, num_receivers: int, timeout_s: float) -> TransferSource:
-        """Opens the sending end of every sending rank."""
-        await self._sending_ranks(timeout_s)
+    async def open_weights(
+        self, config: WeightsConfig, num_receivers: Mapping[int | None, int], timeout_s: float
+    ) -> dict[int | None, TransferSource]:
+        """Opens the sending ends. `num_receivers`: by the rank that sends them all tensors; None: every sending rank of
+        the backend sends its part to all. The sources have the same keys."""
+        copies, before = None not in num_receivers, self._senders
+        if copies:
+            self._senders = tuple(SendingRank(rank, 0) for rank in num_receivers if rank is not None)
+        else:
+            self._senders = await self._sending_ranks(timeout_s)
+        # Every rank has to know that it sends no copy, or no longer one.
+        told = range(len(self._actors)) if copies or before != self._senders else [s.rank for s in self._senders]
+        senders = {sender.rank for sender in self._senders}
+        counts = {rank: num_receivers.get(rank if copies else None, 0) if rank in senders else 0 for rank in told}
         calls = [
-            self._actors[sender.rank].call(timeout_s, TrainerWorker.open_weights, config, num_receivers)
-            for sender in self._senders
+            self._actors[rank].call(timeout_s, TrainerWorker.open_weights, config, count, copies=copies)
+            for rank, count in counts.items()
         ]
-        sources = await asyncio.gather(*calls)
-        if len(sources) == 1:
-            return sources[0]
-        return PartsSource.of(sources, [sender.first_tensor for sender in self._senders])
+        found = zip(counts, await asyncio.gather(*calls), strict=True)
+        sources: dict[int | None, TransferSource] = {rank: source for rank, source in found if source is not None}
+        if copies:
+            return sources
+        parts = list(sources.values())
+        firsts = [sender.first_tensor for sender in self._senders]
+        return {None: parts[0] if len(parts) == 1 else PartsSource.of(parts, firsts)}
 
     async def _sending_ranks(self, timeout_s: float) -> tuple[SendingRank, ...]:
-        if not self._senders:  # asked once: later the rank may be busy with a step
-            self._senders = await self._actors[0].call(timeout_s, TrainerWorker.sending_ranks)
-        return self._senders
+        if not self._parts:  # asked once: later the rank may be busy with a step
+            self._parts = await self._actors[0].call(timeout_s, TrainerWorker.sending_ranks)
+        return self._parts
 
     async def interrupt_weights(self, timeout_s: float) -> None:
         """Closes the sending ends and thereby ends a send in progress; `open_weights` reopens them. Does not raise."""
@@ -223,7 +240,13 @@ class TrainerPool:
         found = await self._together([send(actor) for actor in self._actors], TrainerWorker.send_weights.__name__)
         if not manifest.verify:
             return None
-        return tuple(number for sender in self._senders for number in found[sender.rank] or ())
+        digests = [found[sender.rank] or () for sender in self._senders]
+        if len({sender.first_tensor for sender in self._senders}) == 1:  # copies
+            if any(digest != digests[0] for digest in digests):
+                asked, do = "ranks of several nodes to send the same weights", "report it: ranks gather them together"
+                raise WeightTransferError(explain(asked, "their digests differ", do))
+            return digests[0]
+        return tuple(itertools.chain(*digests))
 
     async def snapshot_weights(self) -> None:
         """The sending ranks copy their part of the current weights; `send_weights` sends this copy until the next."""

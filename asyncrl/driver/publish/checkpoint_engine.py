@@ -27,12 +27,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.recipe import Interrupt
 from asyncrl.config.weights import WeightsConfig
+from asyncrl.driver.cluster.placement import Machines
 from asyncrl.driver.publish.verdict import all_late, any_late, blamed, is_gone, is_trainers, verdict
 from asyncrl.errors import DeadlineExceeded, WeightTransferError, explain
 from asyncrl.inference.replica import GRACE_S, Replica
@@ -94,7 +96,7 @@ class CheckpointEngine:
     """Runs one publish at a time. Owns the bucket plan, the connection between trainer and replicas, the digests of the
     weights that replicas have committed, and the memory of replicas that got wrong weights."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 the settings of one publish
         self,
         config: WeightsConfig,
         trainer: TrainerPool,
@@ -104,6 +106,7 @@ class CheckpointEngine:
         encoding: Encoding = "full",
         receivers_per_replica: int = 1,
         rolling: bool = False,
+        machines: Callable[[], Machines] | None = None,
         blame_s: float = BLAME_S,
     ) -> None:
         """
@@ -112,6 +115,8 @@ class CheckpointEngine:
             encoding: of the trainer's tensors; delta: differences where possible.
             receivers_per_replica: receiving processes of one replica (tensor-parallel workers).
             rolling: publish to `rolling_replicas` replicas at a time; overrides `config.rolling`.
+            machines: where ranks and replicas are, for a transport that reaches replicas on its sender's node only: a
+                rank on each node then sends all tensors.
             blame_s: see BLAME_S.
         """
         self._config = config
@@ -121,6 +126,7 @@ class CheckpointEngine:
         self._encoding: Encoding = encoding
         self._receivers_per_replica = receivers_per_replica
         self._rolling = rolling
+        self._machines = machines
         self._blame_s = blame_s
         self._lock = asyncio.Lock()
         self._publishes = 0
@@ -343,9 +349,17 @@ class CheckpointEngine:
             specs = await self._trainer.weight_specs(publish.left())
             encoding: Encoding = "full" if self._encoding == "delta" else self._encoding
             self._template = make_manifest(0, None, specs, config.bucket_bytes, encoding=encoding)
-        self._group = {}
-        source = await self._trainer.open_weights(config, len(replicas) * per_replica, publish.left())
-        self._sources = {r: replace(source, receiver=i * per_replica) for i, r in enumerate(replicas)}
+        self._group, self._sources = {}, {}
+        senders: dict[int, int | None] = dict.fromkeys(replicas)
+        if self._machines is not None and len({*(machines := await asyncio.to_thread(self._machines)).ranks}) > 1:
+            senders = {r: machines.sender_of(r) for r in replicas}
+        counts = Counter(senders.values())
+        receivers = {sender: count * per_replica for sender, count in counts.items()}
+        sources = await self._trainer.open_weights(config, receivers, publish.left())
+        place: Counter[int | None] = Counter()
+        for r, sender in senders.items():
+            self._sources[r] = replace(sources[sender], receiver=place[sender] * per_replica)
+            place[sender] += 1
         self._group = dict(replicas)
 
     async def _transfer(self, manifest: Manifest, timeout_s: float) -> tuple[Any, dict[int, Any]]:
