@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from asyncrl.chat.fields import ApiError, Fields, Length, Served, parsed, unsupported
+from asyncrl.chat.fields import ApiError, Fields, Length, Served, own_tools, parsed, unsupported
 from asyncrl.chat.reply import Dialect, End, Event, MadeCall, Reply, text_of, texts_joined, with_system
 
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -35,23 +35,23 @@ class AnthropicChoice(Fields):
 class AnthropicMessage(Fields):
     model_config = ConfigDict(extra="forbid")
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
 class MessagesRequest(Served):
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "thinking": ({"type": "disabled"},),
-        "service_tier": ("auto", "standard_only"),
-        "mcp_servers": ([],),
-    }
-    information: ClassVar[tuple[str, ...]] = ("metadata", "cache_control")
+    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mcp_servers": ([],)}
+    information: ClassVar[tuple[str, ...]] = (
+        "metadata", "cache_control", "thinking", "context_management", "output_config", "service_tier", "betas",
+    )  # fmt: skip
 
     model: str | None = None
     max_tokens: Length
     messages: list[AnthropicMessage] = Field(min_length=1, examples=[[{"role": "user", "content": "..."}]])
     system: str | list[dict[str, Any]] | None = None
-    tools: list[AnthropicTool] = Field([], examples=[[{"name": "...", "input_schema": {"type": "object"}}]])
+    tools: Annotated[list[AnthropicTool], own_tools(AnthropicTool, "custom")] = Field(
+        [], examples=[[{"name": "...", "input_schema": {"type": "object"}}]]
+    )
     tool_choice: AnthropicChoice | None = None
     stop_sequences: list[str] = []  # noqa: RUF012 - models copy their defaults
     temperature: float | None = None
@@ -93,6 +93,8 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
         match message.role, block.get("type"):
             case _, "text":
                 texts.append(text_of(block.get("text"), f"{where}.text"))
+            case "assistant", "thinking" | "redacted_thinking":
+                pass  # thoughts are not part of what a later turn sees
             case "user", "image":
                 texts.append(texts_joined([block], (), where))
             case "assistant", "tool_use":

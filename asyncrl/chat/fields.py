@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from asyncrl.data.images import image_url
 from asyncrl.data.rows import sent_image, without_marks
 from asyncrl.errors import AsyncRLError
+
+logger = logging.getLogger(__name__)
 
 # Errors of refused requests, in OpenAI's error schema.
 
@@ -43,6 +46,28 @@ def bad_field(name: str, found: str, do: str) -> ApiError:
 
 def unsupported(name: str, found: str = "this server does not support it") -> ApiError:
     return ApiError(400, f"{name}: {found}; leave the field out", param=name, code="unsupported_parameter")
+
+
+HINTS = ("reasoning_effort", "verbosity", "store", "service_tier", "prompt_cache_retention")
+"""Fields of requests that ask a provider for effort, price or storage: information here."""
+
+
+def own_tools(form: type[BaseModel], own: str) -> Any:
+    """A validator for the tools of a request, of `form` and of type `own`. Tools of other types, which only a provider
+    can run (web search and the like), are left out."""
+
+    def without_others(tools: Any) -> Any:
+        if not isinstance(tools, list):
+            return tools
+        kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+        others = {kind for kind in kinds if isinstance(kind, str) and kind != own}
+        if others:
+            logger.warning("tools of type %s are left out: only their provider can run them", ", ".join(sorted(others)))
+        return [tool for tool, kind in zip(tools, kinds, strict=True) if not isinstance(kind, str) or kind == own]
+
+    named = {"type": {"type": "string", "not": {"const": own}}}
+    other = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "required": ["type"], "properties": named})]
+    return BeforeValidator(without_others, json_schema_input_type=list[form | other])
 
 
 NOT_SERVED = "not_served"

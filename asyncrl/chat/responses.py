@@ -8,11 +8,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from asyncrl.chat.fields import ApiError, Fields, Length, Served, bad_field, parsed, unsupported
+from asyncrl.chat.fields import HINTS, ApiError, Fields, Length, Served, bad_field, own_tools, parsed, unsupported
 from asyncrl.chat.reply import Dialect, End, Event, MadeCall, Reply, text_of, texts_joined, with_system
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -38,26 +38,27 @@ class Format(Fields):
 
 class TextOptions(Fields):
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None
 
 
 class ResponsesRequest(Served):
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "store": (False,),
         "background": (False,),
-        "truncation": ("disabled",),
+        "truncation": ("disabled", "auto"),
         "include": ([], ["reasoning.encrypted_content"]),
-        "reasoning": ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
-        "service_tier": ("auto", "default"),
         "top_logprobs": (0,),
         "stream_options": ({}, {"include_obfuscation": False}),
     }
-    information: ClassVar[tuple[str, ...]] = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+    information: ClassVar[tuple[str, ...]] = (
+        *HINTS, "user", "metadata", "safety_identifier", "prompt_cache_key", "client_metadata", "reasoning",
+    )  # fmt: skip
 
     model: str | None = None
     input: str | list[dict[str, Any]] = Field(examples=["..."])
     instructions: str | None = None
-    tools: list[FlatTool] = Field([], examples=[[{"type": "function", "name": "..."}]])
+    tools: Annotated[list[FlatTool], own_tools(FlatTool, "function")] = Field(
+        [], examples=[[{"type": "function", "name": "..."}]]
+    )
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool = True
     max_output_tokens: Length | None = None
@@ -110,6 +111,8 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             case "function_call_output":
                 text = texts_joined(item.get("output"), _TEXT_PARTS, f"{where}.output")
                 made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": [text]})
+            case "reasoning":
+                pass  # thoughts are not part of what a later turn sees
             case kind:
                 raise unsupported(f"{where}.type", f"items of type {str(kind)[:40]!r} are not served")
     if not made:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from asyncrl.checkpoint.digests import FileDigest, seal, verify
-from asyncrl.config.recipe import Recipe
+from asyncrl.config.recipe import Recipe, trains_branches
 from asyncrl.errors import ConfigError, StorageError, explain
 from asyncrl.json_records import from_plain
 from asyncrl.types.guard import GuardState
@@ -74,7 +74,7 @@ class RunState:
             prompts_digest,
             guard,
             recipe.kept_arrays,
-            recipe.rollout.agent.train == "all_branches",
+            trains_branches(recipe),
         )
 
 

@@ -134,10 +134,14 @@ class AgentConfig:
     """Concurrent programs of a rollouter; others wait, within rollout.trajectory_timeout_s."""
     max_turns: PositiveInt = 8
     """Requests that an agent may make in one trajectory; further ones are refused."""
-    train: Literal["last_branch", "all_branches"] = "last_branch"
+    train: Literal["auto", "last_branch", "all_branches"] = "auto"
     """Trained part of an agent with several conversations, or a rewritten one. last_branch: the conversation of the
-    last request. all_branches: every reply, once, with the advantage of the trajectory. Also of environment verifiers,
-    and of custom ones that return branches."""
+    last request. all_branches: every reply, once, with the advantage of the trajectory. auto: all_branches, but
+    last_branch with an advantage along one conversation (gae, reinforce_plus_plus) or router replay. Also of
+    environment verifiers, and of custom ones that return branches."""
+    match: Literal["meaning", "exact"] = "meaning"
+    """When a reply that an agent sends back counts as the policy's, whose conversation then goes on. meaning: its calls
+    are the same, or its text is, without thoughts and blanks. exact: nothing but blanks around it differs."""
     host: str = "127.0.0.1"
     """Address that the endpoint listens on, of the machine of the rollouter; 0.0.0.0 lets other machines in. Every
     request needs the key of a running trajectory."""

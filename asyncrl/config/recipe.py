@@ -221,7 +221,7 @@ class Recipe:
     def _check_branches(self) -> None:
         """Refuses settings that are defined only for one conversation if trajectories have branches."""
         algorithm, asked = self.algorithm, "rollout.agent.train=all_branches with "
-        if self.rollout.agent.train == "last_branch":
+        if self.rollout.agent.train != "all_branches":
             return
         require(
             ADVANTAGES[algorithm.advantage].scope == "group",
@@ -492,6 +492,12 @@ class Recipe:
     def publishes_after(self, step: int) -> bool:
         """True if the weights after `step` optimizer steps are published."""
         return step % self.staleness.publish_every_steps == 0 or step >= self.run.max_steps
+
+
+def trains_branches(recipe: Recipe) -> bool:
+    """Whether every reply of an agent is trained, of all of its conversations (`rollout.agent.train`)."""
+    whole = ADVANTAGES[recipe.algorithm.advantage].scope == "group" and recipe.trainer.router_replay == "off"
+    return recipe.rollout.agent.train == "all_branches" or (recipe.rollout.agent.train == "auto" and whole)
 
 
 def nearest_batches(recipe: Recipe) -> str:

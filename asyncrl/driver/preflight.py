@@ -16,7 +16,7 @@ from asyncrl.config.checks import has_nvidia_gpu, require
 from asyncrl.config.load import Loaded
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import is_generator, is_hub_model, is_place, require_mounted
-from asyncrl.config.recipe import Recipe
+from asyncrl.config.recipe import Recipe, trains_branches
 from asyncrl.config.serving import ServeSection, check_key
 from asyncrl.config.threads import local_cores, replica_threads, trainer_threads
 from asyncrl.config.trainer import TrainerConfig
@@ -417,6 +417,11 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
     text = f"{rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {rollout.max_model_len}, "
     text += f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}"
     yield "rollout", text
+    if rollout.environment in ("agent", "verifiers"):
+        part = (
+            "every reply, of all conversations" if trains_branches(recipe) else "the conversation of the last request"
+        )
+        yield "agent", f"trained is {part} (rollout.agent.train={rollout.agent.train})"
     for key, (pool, replicas) in recipe.pools.items():
         length = f"max_model_len {replicas.max_model_len}"
         yield key, f"{replicas.num_replicas} {replicas.engine} replica(s) of {pool.path}, {length}"

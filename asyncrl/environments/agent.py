@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config.environments import AgentConfig
-from asyncrl.config.recipe import Recipe
+from asyncrl.config.recipe import Recipe, trains_branches
 from asyncrl.data.chat import Chat
 from asyncrl.data.tool_calls import CallParser, parser_for
 from asyncrl.environments.agent_program import AgentProgram
@@ -61,7 +61,7 @@ class AgentEndpoint:
     """Owns the endpoint of the agents, and records the requests of each agent."""
 
     def __init__(self, recipe: Recipe, chat: Chat, max_turns: TurnLimit) -> None:
-        self._config = recipe.rollout.agent
+        self._config, self._all_branches = recipe.rollout.agent, trains_branches(recipe)
         self._trajectory_timeout_s = recipe.rollout.trajectory_timeout_s
         self._max_turns = max_turns
         self._limits = limits_of(recipe)
@@ -96,8 +96,8 @@ class AgentEndpoint:
             Exception: the agent's error.
         """
         assert self._server is not None, "start comes first"
-        every = self._config.train == "all_branches"
-        recorded = AgentSession(session, self._limits, self._max_turns, self._parser, all_branches=every)
+        every, exact = self._all_branches, self._config.match == "exact"
+        recorded = AgentSession(session, self._limits, self._max_turns, self._parser, every, exact)
         returned: T | None = None
         with self._server.open(recorded) as key:
             try:

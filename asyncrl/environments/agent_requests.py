@@ -2,8 +2,9 @@
 translated to and from this form. Pure.
 
 The recipe decides how tokens are sampled, so that training sees the distribution that it assumes: temperature, top_p,
-seed and the like are accepted and ignored. Fields that would change the answer in other ways (n, stop, a forced tool, a
-response format) are refused by name.
+seed and the like are accepted and ignored. So are a forced tool and a response format: the policy writes freely, and
+the agent's own check asks again. Fields that would change the form of the answer (n, functions, logit_bias, audio) are
+refused by name.
 """
 
 from __future__ import annotations
@@ -24,12 +25,6 @@ from asyncrl.data.tool_calls import Call, ToolCall, ToolSignature
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     # fields that would change the answer, with the values that have no effect
     "n": (1,),
-    "stop": ([], ""),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
@@ -39,13 +34,17 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """`messages` and `tools`: JSON in a canonical form. `max_tokens` None: the recipe's."""
+    """`messages` and `tools`: JSON in a canonical form. `max_tokens` None: the recipe's. `stop`: texts that end the
+    reply. `is_repeated`: the client says that it has sent it before."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
     max_tokens: int | None
     stream: bool
     include_usage: bool
+    stop: tuple[str, ...] = ()
+    one_call: bool = False
+    is_repeated: bool = False
 
     @property
     def signatures(self) -> tuple[ToolSignature, ...]:
@@ -83,6 +82,8 @@ class _Body(Fields):
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     stream: _Flag = False
+    stop: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = []  # noqa: RUF012
+    parallel_tool_calls: _Flag = True
     stream_options: _StreamOptions = Field(_StreamOptions(), examples=[{"include_usage": True}])
 
 
@@ -95,12 +96,29 @@ def parse_request(body: object) -> AgentRequest:
         if value is not None and not asks_for_nothing(value, harmless):
             raise unsupported(name, f"an agent that is trained cannot set {name}={short(value)}")
     return AgentRequest(
-        messages=tuple(for_template(message) for message in asked.messages),
+        messages=tuple(_with_own_ids(for_template(message)) for message in asked.messages),
         tools=tuple(body.get("tools") or ()) if body.get("tool_choice") != "none" else (),
         max_tokens=asked.max_completion_tokens or asked.max_tokens,
         stream=asked.stream,
         include_usage=asked.stream_options.include_usage,
+        stop=tuple(text for text in asked.stop if text),
+        one_call=not asked.parallel_tool_calls,
     )
+
+
+def _with_own_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with ids of calls as `reply_message` makes them; clients know them as `_wire` writes them."""
+    made = dict(message)
+    if "tool_call_id" in made:
+        made["tool_call_id"] = made["tool_call_id"].replace("call_", "call", 1)
+    if "tool_calls" in made:
+        made["tool_calls"] = [{**c, "id": (c.get("id") or "").replace("call_", "call", 1)} for c in made["tool_calls"]]
+    return made
+
+
+def sent_id(own: str) -> str:
+    """An id of a call as clients expect it; templates want nine characters without a line."""
+    return own.replace("call", "call_", 1)
 
 
 def reply_message(text: str, before: str, calls: Sequence[Call], number: int) -> dict[str, Any]:
@@ -161,7 +179,7 @@ def in_dialect(reply: AgentReply, writer: Reply) -> tuple[dict[str, Any], list[s
     parts: list[str | MadeCall] = [reply.message["content"]] if reply.message["content"] else []
     for call in reply.message.get("tool_calls", ()):
         function = call["function"]
-        parts.append(made_call(ToolCall(function["name"], function["arguments"]), call["id"]))
+        parts.append(made_call(ToolCall(function["name"], function["arguments"]), sent_id(call["id"])))
     events = [*writer.begin(reply.end.prompt_tokens), *written_parts(writer, parts), *writer.end(reply.end)]
     return writer.whole(), [frame(data, name) for name, data in events]
 
@@ -172,7 +190,11 @@ def _wire(message: Mapping[str, Any]) -> dict[str, Any]:
     if "tool_calls" in made:
         made["content"] = made["content"] or None
         made["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            {
+                **call,
+                "id": sent_id(call["id"]),
+                "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])},
+            }
             for call in made["tool_calls"]
         ]
     return made

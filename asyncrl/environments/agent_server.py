@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from fastapi import FastAPI, Request
@@ -92,6 +93,7 @@ class AgentServer:
             session = self._session(request)
             body = await http.read_json(request)
             asked = parse_request(body if dialect is None else dialect.to_chat(body))
+            asked = replace(asked, is_repeated=request.headers.get("x-stainless-retry-count", "0") != "0")
             reply = await http.unless_client_leaves(request.receive, session.answer(asked))
             assert isinstance(body, dict), "parse_request has checked it"
             answer, frames = whole(reply, MODEL), streamed(reply, MODEL, include_usage=asked.include_usage)

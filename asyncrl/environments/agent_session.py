@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,11 @@ from asyncrl.errors import DataError, GenerationError
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Trajectory
 
+logger = logging.getLogger(__name__)
+
+LOW_SHARE = 0.9
+"""Share of an agent's sampled tokens in training, below which the log tells it."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
@@ -30,6 +36,9 @@ class _Node:
     last: Generation
     prompt_tokens: int
     parent: _Node | None
+    stop: tuple[str, ...] = ()
+    """Texts that ended the reply, and are not in its message."""
+    reply: AgentReply | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,8 @@ class AgentSession:
     max_turns: TurnLimit
     parser: CallParser
     all_branches: bool = False
+    exact: bool = False
+    """A reply is recognised by its bytes alone (`rollout.agent.match`)."""
     nodes: list[_Node] = field(default_factory=list, init=False)
     order: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     closed: bool = field(default=False, init=False)
@@ -84,7 +95,13 @@ class AgentSession:
         """
         assert self.nodes, "no request was answered"
         branches = self._branches()
+        sizes = [sum(len(node.last.token_ids) for node in own) for own in branches]
+        share = 1.0 if self.all_branches else sizes[0] / max(1, sum(sizes))
         parts = ("agent_requests", float(self.num_requests)), ("agent_branches", float(len(branches)))
+        parts = *parts, ("agent_trained_share", share)
+        if share < LOW_SHARE:
+            text = "an agent's histories part: %.0f %% of its tokens are trained (rollout.agent.train); first: %s"
+            logger.warning(text, 100 * share, self._parting(branches))
         trajectory = self.nodes[-1].conversation.trajectory(result, parts=parts, cut=self.cut)
         if not self.all_branches:
             return trajectory
@@ -112,8 +129,9 @@ class AgentSession:
                 self.cut = True
                 found = f"{self.num_requests} requests were made, {self.max_turns.key}={self.max_turns.requests}"
                 raise ApiError(400, f"{found}; end here", code="max_turns")
-            self.num_requests += 1
             request = replace(request, messages=self._stored(request))
+            if request.is_repeated and (again := self._answered(request)) is not None:
+                return again
             # Find the place in the tree, and check its room before anything is sampled.
             parent = self._continued(request)
             conversation, prompt_tokens = self._placed(request, parent)
@@ -125,23 +143,29 @@ class AgentSession:
             asked = conversation.token_ids
             limit = room if request.max_tokens is None else min(room, request.max_tokens)
             try:
-                made = await self.session.generate(asked, limit)
+                made = await self.session.generate(asked, limit, request.stop)
             except GenerationError as error:
                 self.failure = error
                 raise ApiError(500, f"the generation failed: {error}", code="generation_failed") from error
             # The agent may have returned during the generation: a reply that nobody reads must not be trained.
             if self.closed:
                 raise ApiError(409, "the agent of this conversation has returned")
+            self.num_requests += 1
             conversation.add_response(made)
             chat = self.session.chat
             text = chat.decode_turn(made.token_ids)
             calls = PARSERS[self.parser](text, request.signatures) if request.tools else []
+            calls = calls[:1] if request.one_call else calls
             before = chat.decode_text(chat.encode(text_before_calls(text, self.parser, request.signatures)))
-            message = reply_message(chat.decode_text(made.token_ids), before, calls, self.num_requests)
-            messages = *request.messages, message
-            self.nodes.append(_Node(messages, request.tools, conversation, made, prompt_tokens, parent))
+            said = _up_to(chat.decode_text(made.token_ids), request.stop)
+            message = reply_message(said, before, calls, self.num_requests)
             reason = "tool_calls" if "tool_calls" in message else made.finish_reason
-            return AgentReply(message, End(reason, len(asked), len(made.token_ids), made.segments[-1].version))
+            reply = AgentReply(message, End(reason, len(asked), len(made.token_ids), made.segments[-1].version))
+            tools = request.tools or (() if parent is None else parent.tools)
+            messages = *request.messages, message
+            node = _Node(messages, tools, conversation, made, prompt_tokens, parent, request.stop, reply)
+            self.nodes.append(node)
+            return reply
 
     def _stored(self, request: AgentRequest) -> tuple[Mapping[str, Any], ...]:
         """Its messages, with images by their keys. Raises ApiError: one is no image, or the model reads none."""
@@ -165,16 +189,49 @@ class AgentSession:
         except DataError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
 
+    def _answered(self, request: AgentRequest) -> AgentReply | None:
+        """The reply to the same request, if no other continued it."""
+        continued = {id(node.parent) for node in self.nodes}
+        same = [n for n in self.nodes if n.messages[:-1] == request.messages and n.tools == request.tools]
+        return next((node.reply for node in same[::-1] if id(node) not in continued), None)
+
     def _continued(self, request: AgentRequest) -> _Node | None:
-        """The longest node that the request continues; the latest of equally long ones."""
-        found = None
+        """The longest node that the request continues; of equally long ones the one whose messages it repeats to the
+        letter, else the latest."""
+        found, best = None, (0, 0)
         for node in self.nodes:
-            size = len(node.messages)
-            if size < len(request.messages) and (found is None or size >= len(found.messages)):
-                same = all(_same(a, b) for a, b in zip(node.messages, request.messages, strict=False))
-                if same and node.tools == request.tools:
-                    found = node
+            pairs = list(zip(node.messages, request.messages, strict=False))
+            if len(node.messages) >= len(request.messages) or len(pairs) < best[0]:
+                continue
+            if node.tools != request.tools and (self.exact or request.tools):
+                continue
+            if all(_same(a, b) or (not self.exact and self._means(a, b, node.stop)) for a, b in pairs):
+                rank = len(pairs), sum(_same(a, b) for a, b in pairs)
+                found, best = (node, rank) if rank >= best else (found, best)
         return found
+
+    def _means(self, kept: Mapping[str, Any], sent: Mapping[str, Any], stop: Sequence[str]) -> bool:
+        """Whether a message is the kept one, written anew: with other ids of calls, without the text beside them,
+        without thoughts, with other blanks, or with the text that ended it."""
+        if kept["role"] != sent["role"]:
+            return False
+        if kept.get("tool_calls") or sent.get("tool_calls"):
+            return _calls(kept) == _calls(sent)
+        return self._plain(kept, stop) == self._plain(sent, stop)
+
+    def _plain(self, message: Mapping[str, Any], stop: Sequence[str]) -> str:
+        text = message["content"]
+        if message["role"] == "assistant":
+            text = self.session.chat.without_thoughts(text).strip()
+            text = next((text.removesuffix(end) for end in stop if text.endswith(end)), text)
+        return " ".join(text.split())
+
+    def _parting(self, branches: Sequence[Sequence[_Node]]) -> str:
+        """The two texts at which the first two branches part."""
+        one, other = (branch[-1].messages for branch in branches[:2])
+        pairs = ((a, b) for a, b in zip(one, other, strict=False) if not _same(a, b))
+        texts = (f"{a['content'][:80]!r} and {b['content'][:80]!r}" for a, b in pairs)
+        return next(texts, "one has more messages")
 
     def _tools(self, request: AgentRequest) -> ToolPrompt | None:
         return tools_for(request.tools, self.parser, self.session.chat.template) if request.tools else None
@@ -188,6 +245,15 @@ def _recorded(replies: Sequence[_Node]) -> Trajectory:
         conversation.add_environment(node.last.prompt_ids[len(conversation.token_ids) :])
         conversation.add_response(node.last)
     return conversation.trajectory(RewardResult(0.0))
+
+
+def _calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+
+
+def _up_to(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the stop texts."""
+    return text[: min((at for end in stop if (at := text.find(end)) >= 0), default=len(text))]
 
 
 def _same(kept: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:

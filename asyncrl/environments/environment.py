@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,8 +35,11 @@ class Session(Protocol):
         """Prompts and turns in the model's format."""
         ...
 
-    async def generate(self, prompt_ids: np.ndarray, max_tokens: int | None = None) -> Generation:
-        """The policy's next response to these tokens; `max_tokens` lowers the recipe's limit. Raises GenerationError.
+    async def generate(
+        self, prompt_ids: np.ndarray, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Generation:
+        """The policy's next response to these tokens; `max_tokens` lowers the recipe's limit, and `stop` adds to the
+        texts that end it. Raises GenerationError.
 
         In a conversation `prompt_ids` are the prompt and all turns so far, with the sampled ids.
         """

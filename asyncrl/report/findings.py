@@ -275,6 +275,11 @@ def _signal(run: RunFiles) -> Iterator[Diagnosis]:
         if (share := _mean(run, metric)) >= limit:
             meaning = metric.meaning if isinstance(metric, Metric) else "share of the trained trajectories"
             yield Diagnosis("warning", title, f"{meaning}: {share:.0%}.", do, (metric,))
+    trained = [v for v in run.series(Metric.REWARD_PART.of("agent_trained_share")) if v is not None]
+    if trained and fmean(trained) < 0.9:
+        evidence = f"Of the tokens that agents sampled, {fmean(trained):.0%} are trained: their histories part."
+        do = "Set rollout.agent.train=all_branches; the log names the first two texts that differ."
+        yield Diagnosis("warning", "Sampled tokens are left out", evidence, do)
     missing = [line for line in run.metrics if line.get(Metric.LOSS) is None or line.get(Metric.GRAD_NORM) is None]
     if missing:
         evidence = f"Loss or gradient norm is no number in {len(missing)} steps, first {missing[0][Metric.STEP]:.0f}."

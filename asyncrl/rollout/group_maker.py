@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from asyncrl.config.hidden import Hidden
-from asyncrl.config.recipe import Recipe
+from asyncrl.config.recipe import Recipe, trains_branches
 from asyncrl.data.rows import PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_texts, stop_token_ids
 from asyncrl.data.training_set import text_within
@@ -102,7 +102,9 @@ class GroupMaker:
         if isinstance(self._environment, Managed):
             await self._of_environment("its start", self._environment.start, recipe.ray.start_timeout_s)
         self._add_scorers(chat)
-        self.tools = SessionTools(self._client, chat, self._score, stop_texts(tokenizer, rollout.stop))
+        self.tools = SessionTools(
+            self._client, chat, self._score, stop_texts(tokenizer, rollout.stop), partial(stop_texts, tokenizer)
+        )
 
     def _add_scorers(self, chat: Chat) -> None:
         config, judging = self._recipe.reward.group, self._recipe.reward.judge
@@ -218,7 +220,7 @@ class GroupMaker:
             if lacking and len(sequence.response_ids):
                 do = "let the environment keep `extra` of its generations"
                 raise ValueError(explain(f"train with {lacking[0]} of each token", "a trajectory without them", do))
-        if trajectory.branches and self._recipe.rollout.agent.train == "last_branch":
+        if trajectory.branches and not trains_branches(self._recipe):
             do = "set rollout.agent.train=all_branches, or let the environment return none"
             raise ValueError(explain("train with rollout.agent.train=last_branch", "a trajectory with branches", do))
         is_cut = trajectory.finish_reason == "length"

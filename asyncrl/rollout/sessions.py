@@ -26,12 +26,14 @@ REFUSED_S = 1.0
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionTools:
     """The shared state of a rollouter's sessions. `score(response, row)` is awaited outside of any lock. `stop`: texts
-    that end a response, in addition to the stop tokens of its sampling parameters."""
+    that end a response, in addition to the stop tokens of its sampling parameters; `find_stop` makes them of those of a
+    request too."""
 
     client: GenerationClient
     chat: Chat
     score: Callable[[str | np.ndarray, PromptRow], Awaitable[RewardResult]]
     stop: StopTexts | None = None
+    find_stop: Callable[[Sequence[str]], StopTexts | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +80,9 @@ class RolloutSession:
         """Ends the session with its attempt: later calls of the environment raise."""
         self._closed = True
 
-    async def generate(self, prompt_ids: np.ndarray, max_tokens: int | None = None) -> Generation:
+    async def generate(
+        self, prompt_ids: np.ndarray, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Generation:
         """Raises GenerationError, also for an attempt that has ended."""
         await self._require_open()
         number = len(self._calls)
@@ -89,8 +93,10 @@ class RolloutSession:
             self._calls.append(prior)
             return prior
         # The open call is on record before the first token, so a checkpoint during the request keeps its tokens.
-        stop = self._tools.stop
-        draft = Draft(prior, self.spans, None if stop is None else stop.follow(prompt_ids[-8:].tolist()))
+        of_recipe = self._tools.stop
+        added = [*(() if of_recipe is None else of_recipe.texts), *stop] if stop else []
+        texts = self._tools.find_stop(added) if added and self._tools.find_stop else of_recipe
+        draft = Draft(prior, self.spans, None if texts is None else texts.follow(prompt_ids[-8:].tolist()))
         self._calls.append(_OpenCall(prompt_ids, draft))
         sampling = self._sampling
         if max_tokens is not None and max_tokens < sampling.max_tokens:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJso
 from pydantic_core import PydanticCustomError
 
 from asyncrl.chat.fields import (
+    HINTS,
     NOT_SERVED,
     WHOLE,
     Fields,
@@ -50,14 +51,12 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "use_beam_search": (False,),
     "include_stop_str_in_output": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-INFORMATION = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+INFORMATION = (*HINTS, "user", "metadata", "safety_identifier", "prompt_cache_key")
 """Accepted and ignored: they do not change the answer."""
 
 
@@ -138,7 +137,7 @@ class Message(Fields):
         if not isinstance(message, dict):
             return message
         for name, value in message.items():
-            if value and (name not in cls.model_fields or (name == "name" and message.get("role") != "tool")):
+            if value and name not in cls.model_fields:
                 raise PydanticCustomError(NOT_SERVED, "{name}", {"name": name})
         return {**message, "content": ""} if message.get("tool_calls") and message.get("content") is None else message
 

@@ -77,7 +77,8 @@ async def test_the_teacher_scores_every_branch(tmp_path, tokenizer):
 
 
 async def test_branches_that_the_recipe_does_not_train_fail_the_attempt(tmp_path, tokenizer):
-    queue = await ended(Rig(tmp_path, tokenizer, environment="Forks"), Ticket(3, 0, 4))
+    rig = Rig(tmp_path, tokenizer, "rollout.agent.train=last_branch", environment="Forks")
+    queue = await ended(rig, Ticket(3, 0, 4))
     assert not queue.put_groups
     assert "rollout.agent.train=all_branches" in queue.nacks[0][1]
 

@@ -98,11 +98,9 @@ async def asks_what_is_not_served(base_url, api_key, task):
     messages = [{"role": "user", "content": "go"}]
     for param, options in (
         ("n", {"n": 2}),
-        ("stop", {"stop": "x"}),
-        ("tool_choice", {"tool_choice": "required", "tools": TOOLS}),
-        ("parallel_tool_calls", {"parallel_tool_calls": False, "tools": TOOLS}),
+        ("functions", {"extra_body": {"functions": [{"name": "add"}]}}),
+        ("logit_bias", {"logit_bias": {"1": 5}}),
         ("max_tokens", {"max_tokens": 0}),
-        ("top_logprobs", {"extra_body": {"top_logprobs": 3}}),
         ("stream_options", {"extra_body": {"stream_options": [1]}}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "add", "parameters": [1]}}]}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"properties": [1]}}}]}),
@@ -124,10 +122,11 @@ async def asks_what_is_not_served(base_url, api_key, task):
 
 async def calls_a_tool_by_responses(base_url, api_key, task):
     client = client_of(base_url, api_key)
-    flat = [{"type": "function", **TOOLS[0]["function"]}]
+    flat = [{"type": "function", **TOOLS[0]["function"]}, {"type": "web_search"}]
+    extra = {"reasoning": {"summary": "auto"}, "store": True, "extra_body": {"client_metadata": {"a": "b"}}}
     items = [{"role": "user", "content": task.row.messages[-1].content}]
     while True:
-        async with client.responses.stream(model="any", input=items, tools=flat) as events:
+        async with client.responses.stream(model="any", input=items, tools=flat, **extra) as events:
             async for _ in events:
                 pass
             answer = await events.get_final_response()
@@ -149,9 +148,10 @@ async def calls_a_tool_by_messages(base_url, api_key, task):
     options = {"model": "any", "max_tokens": 200}
     options["tools"] = [{"name": "add", "description": "adds", "input_schema": schema["parameters"]}]
     messages = [{"role": "user", "content": task.row.messages[-1].content}]
-    for refused in ({"stop_sequences": ["x"]}, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}):
-        with pytest.raises(anthropic.BadRequestError, match=r"stop_sequences|parallel_tool_calls"):
-            await client.messages.create(messages=messages, **options, **refused)
+    # What Claude Code sends, and a stop sequence that never comes.
+    options |= {"stop_sequences": ["never said"], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    options["extra_body"] = {"context_management": {"edits": []}, "output_config": {"effort": "high"}}
+    options["tools"] += [{"type": "web_search_20250305", "name": "web_search"}]
     while True:
         answer = await client.messages.create(messages=messages, **options)
         messages.append({"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in answer.content]})
@@ -184,7 +184,12 @@ async def test_an_agent_with_tools_is_recorded_token_by_token(run):
     assert_exact(trajectory, session)
     assert session.rewarded == ["It is 5."]
     assert (trajectory.turns, trajectory.finish_reason) == (2, "stop")
-    assert dict(trajectory.reward_parts) == {"correct": 1, "agent_requests": 2, "agent_branches": 1}
+    assert dict(trajectory.reward_parts) == {
+        "correct": 1,
+        "agent_requests": 2,
+        "agent_branches": 1,
+        "agent_trained_share": 1,
+    }
     prompt = text_of(session, trajectory.prompt_ids)
     assert '"name": "add"' in prompt
     assert prompt.endswith("<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n")
@@ -203,7 +208,12 @@ async def test_agents_of_other_apis_are_recorded_as_one_conversation_too(run, ag
     trajectory, session = await run(agent, f"let me see {call}", "It is 5.")
     assert_exact(trajectory, session)
     assert session.rewarded == ["It is 5."]
-    assert dict(trajectory.reward_parts) == {"correct": 1, "agent_requests": 2, "agent_branches": 1}
+    assert dict(trajectory.reward_parts) == {
+        "correct": 1,
+        "agent_requests": 2,
+        "agent_branches": 1,
+        "agent_trained_share": 1,
+    }
     assert "<tool_response>\n5\n</tool_response>" in text_of(session, trajectory.response_ids)
 
 
@@ -221,7 +231,8 @@ async def test_thoughts_of_earlier_turns_are_kept_as_they_were_sampled(run):
 
 
 async def test_rewritten_history_forks_and_the_last_branch_is_the_trajectory(run):
-    trajectory, session = await run(rewrites_history, "draft", "bad", "good", "new", "final")
+    last = ["rollout.agent.train=last_branch"]
+    trajectory, session = await run(rewrites_history, "draft", "bad", "good", "new", "final", overrides=last)
     trajectory.validate()
     assert dict(trajectory.reward_parts)["agent_branches"] == 4
     assert trajectory.turns == 2

@@ -47,7 +47,12 @@ def agent_recipe(*overrides, command=None):
 def assert_it_calculated(trajectory, session):
     assert_exact(trajectory, session)
     assert session.rewarded == ["It is 408."]
-    assert dict(trajectory.reward_parts) == {"correct": 1, "agent_requests": 2, "agent_branches": 1}
+    assert dict(trajectory.reward_parts) == {
+        "correct": 1,
+        "agent_requests": 2,
+        "agent_branches": 1,
+        "agent_trained_share": 1,
+    }
     assert "<tool_response>\n408\n</tool_response>" in text_of(session, trajectory.response_ids)
     assert '"name": "calculator"' in text_of(session, trajectory.prompt_ids)
 

@@ -46,6 +46,7 @@ async def test_an_episode_is_recorded_token_by_token_and_judged_by_its_task(star
         "metric.turns": 2,
         "agent_requests": 2,
         "agent_branches": 1,
+        "agent_trained_share": 1,
     }
     assert text_of(session, trajectory.prompt_ids).endswith("3 + 3 = ?<|im_end|>\n<|im_start|>assistant\n")
     assert text_of(session, trajectory.response_ids) == (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.chat.fields import ApiError
-from asyncrl.environments.agent_requests import parse_request
+from asyncrl.environments.agent_requests import parse_request, whole
 from asyncrl.environments.agent_session import AgentSession, TurnLimit
 from asyncrl.environments.environment import TrajectoryLimits
 from asyncrl.rewards import RewardResult
@@ -38,7 +38,7 @@ class Policy:
         self.made: list[Generation] = []
         self._replies = iter(replies)
 
-    async def generate(self, prompt_ids, max_tokens=None):
+    async def generate(self, prompt_ids, max_tokens=None, stop=()):
         ids = np.concatenate([CHAT.encode(next(self._replies)), CHAT.encode("<|im_end|>")])
         told = sum(len(each.token_ids) for each in self.made)
         logprobs = -1 - np.arange(told, told + len(ids)).astype(np.float32)
@@ -116,7 +116,8 @@ def test_every_sampled_token_is_trained_once_after_what_it_was_sampled_after(dra
                 else:
                     assert sequence.logprobs[i] == 0
     assert sorted(trained) == sorted(sampled)
-    assert dict(trajectory.reward_parts) == {"agent_requests": len(drawn), "agent_branches": len(trajectory.sequences)}
+    counted = {"agent_requests": len(drawn), "agent_branches": len(trajectory.sequences)}
+    assert dict(trajectory.reward_parts) == {**counted, "agent_trained_share": 1}
 
 
 @settings(max_examples=30, deadline=None)
@@ -129,7 +130,7 @@ def test_the_trajectory_is_what_it_is_without_its_branches(drawn):
         np.testing.assert_array_equal(getattr(whole, name), getattr(last, name))
     same = {"started_s": 0.0, "finished_s": 0.0, "branches": ()}
     described = [
-        (t.segments, t.reward, t.reward_parts, t.finish_reason, t.turns)
+        (t.segments, t.reward, t.reward_parts[:2], t.finish_reason, t.turns)
         for t in (replace(whole, **same), replace(last, **same))
     ]
     assert described[0] == described[1]
@@ -140,7 +141,7 @@ def test_what_a_sub_agent_says_between_two_requests_is_one_branch():
     drawn = [(99, "solve", "ask"), (99, "help", "first"), (1, "and", "second"), (0, "it says", "done")]
     policy, trajectory = conversed(drawn)
     main, sub = trajectory.sequences
-    assert dict(trajectory.reward_parts) == {"agent_requests": 4, "agent_branches": 2}
+    assert dict(trajectory.reward_parts) == {"agent_requests": 4, "agent_branches": 2, "agent_trained_share": 1}
     assert (main.turns, sub.turns) == (2, 2)
     assert main.policy_ids.tolist() == [*policy.made[0].token_ids, *policy.made[3].token_ids]
     assert sub.policy_ids.tolist() == [*policy.made[1].token_ids, *policy.made[2].token_ids]
@@ -155,3 +156,116 @@ def test_a_fork_has_what_it_shares_as_its_prompt():
     assert main.policy_ids.tolist() == [*policy.made[0].token_ids, *policy.made[3].token_ids]
     assert fork.policy_ids.tolist() == [*policy.made[1].token_ids, *policy.made[2].token_ids]
     assert [s.version for s in fork.segments] == [2, 3, 3, 4, 5]
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
+
+
+def two_turns(reply, written_anew, *, exact=False, **body):
+    """The number of branches of an agent that sends the first reply back as `written_anew` makes it."""
+    policy = Policy([reply, "done"])
+    session = AgentSession(policy, LIMITS, TurnLimit(9, "max_turns"), "hermes", True, exact)
+    messages = [{"role": "user", "content": "go"}]
+
+    async def agent():
+        first = await session.answer(parse_request({"messages": messages, "tools": [ADD], **body}))
+        sent = whole(first, "m")["choices"][0]["message"]
+        again = [*messages, *written_anew(sent), {"role": "user", "content": "and?"}]
+        tools = {"tools": [ADD]} if "keeps_tools" not in body else {}
+        await session.answer(parse_request({"messages": again, **tools}))
+
+    asyncio.run(agent())
+    return len(session.trajectory(RewardResult(1.0)).normalized().validate().sequences)
+
+
+def as_called_by(message, call_id, content=None):
+    """A call with another id and text, and its result."""
+    (call,) = message["tool_calls"]
+    made = {"role": "assistant", "content": content, "tool_calls": [{**call, "id": call_id}]}
+    return [made, {"role": "tool", "tool_call_id": call_id, "content": "3"}]
+
+
+@pytest.mark.parametrize(
+    ("reply", "written_anew", "body"),
+    [
+        ("fine", lambda m: [{"role": "assistant", "content": f" {m['content']}\n"}], {}),
+        ("a  b\n\nc", lambda m: [{"role": "assistant", "content": "a b\nc"}], {}),
+        ("<think>\nhm\n</think>\n\nyes", lambda m: [{"role": "assistant", "content": "yes"}], {}),
+        ("<think>hm</think>yes", lambda m: [{"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}], {}),
+        (f"I add.\n{CALL}", lambda m: as_called_by(m, m["tool_calls"][0]["id"]), {}),
+        (f"I add.\n{CALL}", lambda m: as_called_by(m, "call_abcdefghijklmnop", "I add."), {}),
+        (f"<think>hm</think>{CALL}", lambda m: as_called_by(m, "toolu_01"), {}),
+        ("x = 1</code>", lambda m: [{"role": "assistant", "content": f"{m['content']}</code>"}], {"stop": ["</code>"]}),
+        ("fine", lambda m: [m], {"keeps_tools": False}),
+    ],
+)
+def test_a_reply_is_known_again_by_its_meaning(reply, written_anew, body):
+    assert two_turns(reply, written_anew, **body) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "written_anew"),
+    [
+        ("fine", lambda m: [{"role": "assistant", "content": "bad"}]),
+        (CALL, lambda m: [{"role": "assistant", "content": "I added"}]),
+        (CALL, lambda m: [{**as_called_by(m, "call_1")[0], "tool_calls": [called("add", '{"a": 4}')]}]),
+        ("<think>one</think>", lambda m: [{"role": "assistant", "content": "two"}]),
+    ],
+)
+def test_another_reply_is_none_of_the_policys(reply, written_anew):
+    assert two_turns(reply, written_anew) == 2
+
+
+def called(name, arguments):
+    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_an_exact_match_tells_what_meaning_does_not():
+    anew = {"role": "assistant", "content": "yes"}
+    assert two_turns("<think>hm</think>yes", lambda m: [anew], exact=True) == 2
+    assert two_turns("yes", lambda m: [{**anew, "content": " yes "}], exact=True) == 1
+
+
+def test_of_two_replies_with_the_same_call_the_one_whose_id_comes_back_goes_on():
+    policy = Policy([CALL, CALL, "done"])
+    session = AgentSession(policy, LIMITS, TurnLimit(9, "max_turns"), "hermes", all_branches=True)
+    ask = {"messages": [{"role": "user", "content": "go"}], "tools": [ADD]}
+
+    async def agent():
+        first, _ = [await session.answer(parse_request(ask)) for _ in range(2)]
+        sent = as_called_by(whole(first, "m")["choices"][0]["message"], "call_00100")
+        await session.answer(parse_request({**ask, "messages": [*ask["messages"], *sent]}))
+
+    asyncio.run(agent())
+    assert session.nodes[2].parent is session.nodes[0]
+
+
+def test_a_request_that_is_sent_again_gets_the_same_reply_until_another_goes_on_from_it():
+    policy = Policy(["one", "two", "three"])
+    session = AgentSession(policy, LIMITS, TurnLimit(3, "max_turns"), "hermes", all_branches=True)
+    ask = parse_request({"messages": [{"role": "user", "content": "go"}]})
+
+    async def agent():
+        first = await session.answer(ask)
+        assert (await session.answer(replace(ask, is_repeated=True))) is first
+        await session.answer(replace(ask, messages=(*ask.messages, first.message, *ask.messages)))
+        assert (await session.answer(replace(ask, is_repeated=True))).message["content"] == "three"
+
+    asyncio.run(agent())
+    assert session.num_requests == 3
+
+
+def test_the_share_that_is_trained_is_counted_and_told(caplog):
+    drawn = [(99, "a", "yes"), (99, "b", "no"), (99, "c", "12")]
+    _, trajectory = conversed(drawn, all_branches=False)
+    assert dict(trajectory.reward_parts)["agent_trained_share"] < 0.5
+    assert "rollout.agent.train); first: 'b' and 'a'" in caplog.text or "first: 'c' and 'a'" in caplog.text
+
+
+def test_one_call_alone_is_sent_to_an_agent_that_takes_one():
+    policy = Policy([CALL + CALL])
+    session = AgentSession(policy, LIMITS, TurnLimit(9, "max_turns"), "hermes")
+    ask = {"messages": [{"role": "user", "content": "go"}], "tools": [ADD], "parallel_tool_calls": False}
+    reply = asyncio.run(session.answer(parse_request(ask)))
+    assert len(reply.message["tool_calls"]) == 1

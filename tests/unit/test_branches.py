@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.recipe import trains_branches
 from asyncrl.errors import ConfigError, LedgerError
 from asyncrl.queue.group_files import ARRAYS, load_groups, load_partials, save_groups, save_partials
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
@@ -234,7 +235,8 @@ def test_a_penalty_for_length_sees_the_last_branch_alone():
     ],
 )
 def test_what_is_defined_for_one_conversation_is_refused_by_name(overrides, found):
-    quickstart(*overrides)
+    assert not trains_branches(quickstart(*overrides)), "auto"
+    assert trains_branches(quickstart())
     with pytest.raises(ConfigError, match=rf"all_branches with .*{found}"):
         quickstart(*overrides, ALL)
 

@@ -65,8 +65,9 @@ def test_a_run_whose_groups_have_branches_goes_on_with_them(tmp_path):
     path = save(CheckpointStore(tmp_path, keep=2), 3, quickstart(*every))
     check_resumable(quickstart(*every), "digest", path)
     with pytest.raises(ConfigError, match=r"train=last_branch(?s:.*)may have branches"):
-        check_resumable(quickstart(), "digest", path)
-    without = save(CheckpointStore(tmp_path, keep=2), 4)
+        check_resumable(quickstart("rollout.agent.train=last_branch"), "digest", path)
+    check_resumable(quickstart(), "digest", path)
+    without = save(CheckpointStore(tmp_path, keep=2), 4, quickstart("rollout.agent.train=last_branch"))
     check_resumable(quickstart(*every), "digest", without)
 
 

@@ -40,6 +40,7 @@ def test_a_healthy_run_says_nothing(caplog):
         ({Metric.EFFECTIVE_SAMPLES: 0.08}, "Collapsed importance ratio", "trainer.lr"),
         ({Metric.TRUNCATED: 1.0}, "Many responses are cut off", "max_response_tokens"),
         ({Metric.REWARD_MEAN: 0.0}, "The reward does not change", "reward.function"),
+        ({Metric.REWARD_PART.of("agent_trained_share"): 0.2}, "Sampled tokens are left out", "all_branches"),
         ({Metric.REWARD_ZERO_SIGNAL: 0.9}, "Most groups carry no signal", "middling difficulty"),
         ({Metric.RATIO_MEAN: 9.0}, "Collapsed importance ratio", "staleness.max_lag"),
     ],
