@@ -320,7 +320,8 @@ def with_fitting_recompute(recipe: Recipe, facts: ModelFacts, *, is_set: bool) -
     ways = {way: replace(recipe, trainer=replace(recipe.trainer, recompute=way)) for way in RECOMPUTE}
     peaks = {way: _peak(found, facts, tokens) for way, found in ways.items()}
     fits = (way for way, peak in peaks.items() if (room is not None and 0 < peak <= SURE * room) or (here and not peak))
-    if (way := next(fits, "full")) == "none":
+    least = min(peaks, key=lambda way: peaks[way]) if peaks["full"] else "full"  # tiny models: none
+    if (way := next(fits, least)) == "none":
         return ways[way], None
     why = "the memory of a rank or of its passes is not known"
     if room is not None and peaks[way]:

@@ -276,7 +276,6 @@ async def test_responses_of_text_their_ends_and_refusals():
         ]  # fmt: skip
         for body, param in (
             ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
-            ({"input": "x", "store": True}, "store"),
             ({"input": []}, "input"),
             ({}, "input"),
             ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
@@ -284,7 +283,7 @@ async def test_responses_of_text_their_ends_and_refusals():
             ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
             ({"input": "x", "max_output_tokens": 100_000}, "max_output_tokens"),
             ({"input": "x", "temperature": 9}, "temperature"),
-            ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+            ({"input": "x", "tools": [{"type": "function"}]}, "tools"),
             ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text"),
             ({"input": "x", "model": "other"}, "model"),
         ):
@@ -355,8 +354,8 @@ async def test_messages_of_text_their_ends_and_refusals():
         for body in (
             {"messages": ask["messages"]},
             {"max_tokens": 5, "messages": []},
-            {"max_tokens": 5, **ask, "thinking": {"type": "enabled", "budget_tokens": 1024}},
-            {"max_tokens": 5, **ask, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            {"max_tokens": 5, **ask, "mcp_servers": [{"type": "url", "url": "http://a"}]},
+            {"max_tokens": 5, **ask, "tools": [{"type": "custom", "name": "search"}]},
             {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             {"max_tokens": 5, **ask, "tools": [ANTHROPIC], "tool_choice": {"type": "any"}},
             {"max_tokens": 5, **ask, "stop_sequences": [""]},

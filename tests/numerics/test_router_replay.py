@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.step.batch import pack
 from asyncrl.types import decoder_of
@@ -127,7 +128,7 @@ def test_perturbed_routers_keep_the_recorded_experts(path):
     lease, seen = with_experts(random_lease(1)), []
     found = {}
     for kind in ("rollout", "off"):
-        backend = build(path, kind, share_prompts=False)
+        backend = build(path, kind, fsdp=FsdpConfig(share_prompts=False))
         model = backend._policy.causal_lm
         with torch.no_grad():
             for router in routers_of(model):

@@ -141,7 +141,6 @@ def test_the_ends_of_the_ranges_are_served_by_every_engine(options):
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]}, "messages[0].audio"),
-        ({"messages": [*MESSAGES, {"role": "user", "content": "x", "name": "Ann"}]}, "messages[1].name"),
         ({"messages": MESSAGES, "logprobs": 0}, "logprobs"),
         ({"messages": MESSAGES, "logprobs": "yes"}, "logprobs"),
         ({"messages": MESSAGES, "stream_options": {"include_usage": True}}, "stream_options"),
@@ -336,10 +335,27 @@ def test_a_dialect_names_what_is_no_text_as_its_client_wrote_it(dialect, body, p
 
 
 def test_fields_of_responses_that_ask_for_nothing_are_taken():
-    nothing = {"reasoning": {"effort": None, "summary": None}, "stream_options": {"include_obfuscation": False}}
+    nothing = {"reasoning": {"effort": "high", "summary": "auto"}, "stream_options": {"include_obfuscation": False}}
+    nothing |= {"store": True, "client_metadata": {"a": "b"}, "text": {"verbosity": "low"}, "tools": [{"type": "mcp"}]}
     assert responses.to_chat({"input": "hi", "stream": True, **nothing})["messages"] == [HI]
-    for asked in ({"reasoning": {"effort": "high"}}, {"stream_options": {"include_obfuscation": True}}):
+    for asked in ({"background": True}, {"stream_options": {"include_obfuscation": True}}):
         assert refused(responses.to_chat, {"input": "hi", **asked})["param"] == next(iter(asked))
+
+
+def test_what_claude_code_and_codex_send_is_taken():
+    """Thoughts are not part of what a later turn sees; tools of the provider are left out."""
+    said = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "yes"}]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
+    messages.append({"role": "system", "content": "be brief"})
+    hints = {"thinking": {"type": "adaptive"}, "context_management": {"edits": []}, "output_config": {"effort": "high"}}
+    tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    made = anthropic.to_chat({"max_tokens": 5, "messages": messages, "tools": tools, **hints})
+    assert made["messages"] == [HI, {"role": "assistant", "content": "yes"}, {"role": "system", "content": "be brief"}]
+    assert made["tools"] == []
+    items = [{"role": "user", "content": "hi"}, {"type": "reasoning", "summary": []}]
+    assert responses.to_chat({"input": items, "tools": [{"type": "namespace", "name": "n"}]})["messages"] == [HI]
+    body = {"messages": [{"role": "user", "content": "x", "name": "Ann"}], "reasoning_effort": "low", "store": True}
+    assert parse_chat(body).messages[0].name == "Ann"
 
 
 def test_a_tool_result_that_is_an_error_says_so():
