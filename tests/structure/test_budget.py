@@ -13,7 +13,7 @@ from tests.structure.trees import tree_of
 
 PACKAGE = ROOT / "asyncrl"
 LINES = 45_955
-LINES_OF_TESTS = 42_880
+LINES_OF_TESTS = 42_905
 FILES = 460
 PROTOCOLS = 28
 REFUSALS = 132

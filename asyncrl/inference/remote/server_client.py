@@ -69,7 +69,9 @@ class ServerClient:
         common: dict[str, Any] = {"base_url": self.url, "headers": headers, "trust_env": False}
         # vLLM closes idle connections after 5 s. Closing them earlier here avoids using one in that moment.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)
-        self._calls = httpx.AsyncClient(**common, limits=limits)
+        # After an answer of 500 the server closes the connection: each call, of which there are few, has its own.
+        one_each = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._calls = httpx.AsyncClient(**common, limits=one_each)
         self._streams = httpx.AsyncClient(**common, limits=limits, timeout=httpx.Timeout(None, connect=_CONNECT_S))
 
     async def get(self, path: str, *, timeout_s: float, params: dict[str, str] | None = None) -> Any:
