@@ -49,7 +49,7 @@ class MessagesRequest(Served):
     max_tokens: Length
     messages: list[AnthropicMessage] = Field(min_length=1, examples=[[{"role": "user", "content": "..."}]])
     system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[AnthropicTool], own_tools(AnthropicTool, "custom")] = Field(
+    tools: Annotated[list[AnthropicTool], own_tools(AnthropicTool)] = Field(
         [], examples=[[{"name": "...", "input_schema": {"type": "object"}}]]
     )
     tool_choice: AnthropicChoice | None = None

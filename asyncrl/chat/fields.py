@@ -52,20 +52,32 @@ HINTS = ("reasoning_effort", "verbosity", "store", "service_tier", "prompt_cache
 """Fields of requests that ask a provider for effort, price or storage: information here."""
 
 
-def own_tools(form: type[BaseModel], own: str) -> Any:
-    """A validator for the tools of a request, of `form` and of type `own`. Tools of other types, which only a provider
-    can run (web search and the like), are left out."""
+_OF_PROVIDERS = (
+    "web_search",
+    "web_fetch",
+    "code_",
+    "file_search",
+    "image_generation",
+    "mcp",
+    "namespace",
+    "tool_search",
+)
+"""Beginnings of the types of tools that only a provider can run."""
+
+
+def own_tools(form: type[BaseModel]) -> Any:
+    """A validator for the tools of a request, of `form`. Tools that only a provider can run are left out."""
 
     def without_others(tools: Any) -> Any:
         if not isinstance(tools, list):
             return tools
-        kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-        others = {kind for kind in kinds if isinstance(kind, str) and kind != own}
+        kinds = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
+        others = {kind for kind in kinds if kind.startswith(_OF_PROVIDERS)}
         if others:
             logger.warning("tools of type %s are left out: only their provider can run them", ", ".join(sorted(others)))
-        return [tool for tool, kind in zip(tools, kinds, strict=True) if not isinstance(kind, str) or kind == own]
+        return [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in others]
 
-    named = {"type": {"type": "string", "not": {"const": own}}}
+    named = {"type": {"type": "string", "pattern": f"^({'|'.join(_OF_PROVIDERS)})"}}
     other = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "required": ["type"], "properties": named})]
     return BeforeValidator(without_others, json_schema_input_type=list[form | other])
 

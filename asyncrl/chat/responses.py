@@ -56,9 +56,7 @@ class ResponsesRequest(Served):
     model: str | None = None
     input: str | list[dict[str, Any]] = Field(examples=["..."])
     instructions: str | None = None
-    tools: Annotated[list[FlatTool], own_tools(FlatTool, "function")] = Field(
-        [], examples=[[{"type": "function", "name": "..."}]]
-    )
+    tools: Annotated[list[FlatTool], own_tools(FlatTool)] = Field([], examples=[[{"type": "function", "name": "..."}]])
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool = True
     max_output_tokens: Length | None = None

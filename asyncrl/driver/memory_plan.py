@@ -211,7 +211,8 @@ def with_fitting_places(recipe: Recipe, facts: ModelFacts, *, is_set: bool) -> t
         return recipe, None
     workers, default = rollout.vllm.num_workers, rollout.vllm.max_num_seqs
     room = workers * (_room_of_worker(recipe, facts, gpu)[0] - ENGINE_BYTES) - (served_bytes(recipe, facts) or 0)
-    places = min(MOST_PLACES, int(2 * room / sequence) // 64 * 64)
+    most = min(MOST_PLACES, rollout.vllm.max_num_batched_tokens or MOST_PLACES)
+    places = min(most, int(2 * room / sequence) // 64 * 64)
     if places <= default:
         return recipe, None
     vllm = replace(rollout.vllm, max_num_seqs=places)

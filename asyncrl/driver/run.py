@@ -42,6 +42,7 @@ from asyncrl.driver.actors import Actors
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.cluster.janitor import processes_of
 from asyncrl.driver.cluster.nodes import prepare_nodes
+from asyncrl.driver.cluster.placement import sends_copies
 from asyncrl.driver.cluster.placement_groups import PlacementGroups, reserved
 from asyncrl.driver.cluster.ray_session import Cluster, ray_cluster
 from asyncrl.driver.coordinator import Coordinator
@@ -245,7 +246,7 @@ class _Run:
                 encoding="lora" if recipe.trainer.lora.rank else recipe.weights.encoding,
                 receivers_per_replica=recipe.rollout.settings.num_workers,
                 rolling=recipe.rolls_publish,
-                machines=self._placements.machines if recipe.weights.transport == "ipc" else None,
+                machines=self._placements.machines if sends_copies(recipe) else None,
             ),
             checkpoints=self._checkpoints,
             metrics=self._metrics,

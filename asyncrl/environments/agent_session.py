@@ -39,6 +39,7 @@ class _Node:
     stop: tuple[str, ...] = ()
     """Texts that ended the reply, and are not in its message."""
     reply: AgentReply | None = None
+    asked: AgentRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +126,14 @@ class AgentSession:
     async def answer(self, request: AgentRequest) -> AgentReply:
         """Raises ApiError: a limit is reached, or the model's chat format cannot express the messages."""
         async with self.order:
+            request = replace(request, messages=self._stored(request))
+            repeated, request = request.is_repeated, replace(request, is_repeated=False)
+            if repeated and (again := self._answered(request)) is not None:
+                return again
             if self.num_requests >= self.max_turns.requests:
                 self.cut = True
                 found = f"{self.num_requests} requests were made, {self.max_turns.key}={self.max_turns.requests}"
                 raise ApiError(400, f"{found}; end here", code="max_turns")
-            request = replace(request, messages=self._stored(request))
-            if request.is_repeated and (again := self._answered(request)) is not None:
-                return again
             # Find the place in the tree, and check its room before anything is sampled.
             parent = self._continued(request)
             conversation, prompt_tokens = self._placed(request, parent)
@@ -163,7 +165,7 @@ class AgentSession:
             reply = AgentReply(message, End(reason, len(asked), len(made.token_ids), made.segments[-1].version))
             tools = request.tools or (() if parent is None else parent.tools)
             messages = *request.messages, message
-            node = _Node(messages, tools, conversation, made, prompt_tokens, parent, request.stop, reply)
+            node = _Node(messages, tools, conversation, made, prompt_tokens, parent, request.stop, reply, request)
             self.nodes.append(node)
             return reply
 
@@ -192,7 +194,7 @@ class AgentSession:
     def _answered(self, request: AgentRequest) -> AgentReply | None:
         """The reply to the same request, if no other continued it."""
         continued = {id(node.parent) for node in self.nodes}
-        same = [n for n in self.nodes if n.messages[:-1] == request.messages and n.tools == request.tools]
+        same = [node for node in self.nodes if node.asked == request]
         return next((node.reply for node in same[::-1] if id(node) not in continued), None)
 
     def _continued(self, request: AgentRequest) -> _Node | None:
@@ -206,7 +208,7 @@ class AgentSession:
             if node.tools != request.tools and (self.exact or request.tools):
                 continue
             if all(_same(a, b) or (not self.exact and self._means(a, b, node.stop)) for a, b in pairs):
-                rank = len(pairs), sum(_same(a, b) for a, b in pairs)
+                rank = len(pairs), sum(_same(a, b) for a, b in pairs) + (node.tools == request.tools)
                 found, best = (node, rank) if rank >= best else (found, best)
         return found
 
@@ -220,10 +222,10 @@ class AgentSession:
         return self._plain(kept, stop) == self._plain(sent, stop)
 
     def _plain(self, message: Mapping[str, Any], stop: Sequence[str]) -> str:
-        text = message["content"]
-        if message["role"] == "assistant":
-            text = self.session.chat.without_thoughts(text).strip()
-            text = next((text.removesuffix(end) for end in stop if text.endswith(end)), text)
+        if message["role"] != "assistant":
+            return message["content"].strip()
+        text = self.session.chat.without_thoughts(message["content"]).strip()
+        text = next((text.removesuffix(end) for end in stop if text.endswith(end)), text)
         return " ".join(text.split())
 
     def _parting(self, branches: Sequence[Sequence[_Node]]) -> str:

@@ -156,9 +156,7 @@ def place_run(recipe: Recipe, node_gpus: Sequence[int]) -> Placement:
     found = plan_placement(demand, node_gpus)
     nodes = fit(found.bundles, node_gpus) if demand.one_node and found.strategy == "PACK" else None
     reached = [node for node, b in zip(nodes or (), found.bundles, strict=False) if b.num_ranks]
-    # A rank of FSDP has all tensors of a publish: one on each node can send them.
-    copies = transport == "ipc" and recipe.trainer.backend == "fsdp" and recipe.weights.encoding == "full"
-    reached = reached if copies else reached[:1]
+    reached = reached if sends_copies(recipe) else reached[:1]
     others = "disk" if found.shares_gpus else "collective, or disk"  # no NCCL between processes on one GPU
     require(
         nodes is None or all(node in reached for node, b in zip(nodes, found.bundles, strict=True) if b.replicas),
@@ -174,6 +172,13 @@ def place_run(recipe: Recipe, node_gpus: Sequence[int]) -> Placement:
         do="set weights.transport=ipc (disk with Megatron-core on several nodes), or use fewer processes or more GPUs",
     )
     return found
+
+
+def sends_copies(recipe: Recipe) -> bool:
+    """Whether a rank on each node may send all tensors of a publish: those of FSDP gather them together. Snapshots and
+    differences are of one rank."""
+    weights, is_fsdp = recipe.weights, recipe.trainer.backend == "fsdp"
+    return weights.transport == "ipc" and is_fsdp and weights.encoding == "full" and not recipe.sends_snapshots
 
 
 def plan_placement(demand: Demand, node_gpus: Sequence[int]) -> Placement:

@@ -147,7 +147,8 @@ class Kernels:
     def activate(self, config: Any) -> None:
         """Makes FlashAttention 4 torch's kernels for the rest of the process, if the heads of `config` are of its
         sizes."""
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        named = (getattr(config, name, None) or 0 for name in ("head_dim", "qk_head_dim", "v_head_dim"))
+        head = max(named) or config.hidden_size // config.num_attention_heads
         if self.fa4 and head <= _LARGEST_HEAD:
             torch.nn.attention.activate_flash_attention_impl("FA4")
 

@@ -146,9 +146,12 @@ class DistributedUpdate:
 
     def set_steps(self, steps: int) -> None:
         for counter, is_tensor in self._counters():
+            if not is_tensor:
+                counter["step"] = steps
+                continue
             # On the device of the update, also while moments are in host memory.
-            device = counter["step"].device if "step" in counter else counter.get(MOMENTS[0], torch.empty(0)).device
-            counter["step"] = torch.tensor(float(steps), device=device) if is_tensor else steps
+            device = (counter["step"] if "step" in counter else counter[MOMENTS[0]]).device
+            counter["step"] = torch.tensor(float(steps), device=device)
 
     def _counters(self) -> Iterator[tuple[dict[str, Any], bool]]:
         """(the dict that has "step", whether as a tensor): torch's Adam counts per tensor, TransformerEngine's and
