@@ -214,11 +214,14 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, stop:
     return tuple(sorted(ids))
 
 
-def stop_texts(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> StopTexts | None:
+def stop_texts(
+    tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], *, of_request: bool = False
+) -> StopTexts | None:
     """The `stop` texts that are to be found in the text of a response. A special token is not one of them: it ends a
-    response as a token, by `stop_token_ids`; a text that only spells it does not. None: there is nothing to find."""
+    response as a token, by `stop_token_ids`; a text that only spells it does not. None: there is nothing to find.
+    `of_request`: special tokens too, which the recipe's token ids may lack."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    texts = [text for text in dict.fromkeys(stop) if text not in special]
+    texts = [text for text in dict.fromkeys(stop) if of_request or text not in special]
 
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

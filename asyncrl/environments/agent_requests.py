@@ -3,8 +3,8 @@ translated to and from this form. Pure.
 
 The recipe decides how tokens are sampled, so that training sees the distribution that it assumes: temperature, top_p,
 seed and the like are accepted and ignored. So are a forced tool and a response format: the policy writes freely, and
-the agent's own check asks again. Fields that would change the form of the answer (n, functions, logit_bias, audio) are
-refused by name.
+the agent's own check asks again. Fields that would change the form of the answer (n, logprobs, functions and the like)
+are refused by name.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from asyncrl.data.tool_calls import Call, ToolCall, ToolSignature
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     # fields that would change the answer, with the values that have no effect
     "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),

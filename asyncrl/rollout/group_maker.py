@@ -103,7 +103,11 @@ class GroupMaker:
             await self._of_environment("its start", self._environment.start, recipe.ray.start_timeout_s)
         self._add_scorers(chat)
         self.tools = SessionTools(
-            self._client, chat, self._score, stop_texts(tokenizer, rollout.stop), partial(stop_texts, tokenizer)
+            self._client,
+            chat,
+            self._score,
+            stop_texts(tokenizer, rollout.stop),
+            partial(stop_texts, tokenizer, of_request=True),
         )
 
     def _add_scorers(self, chat: Chat) -> None:

@@ -100,6 +100,7 @@ async def asks_what_is_not_served(base_url, api_key, task):
         ("n", {"n": 2}),
         ("functions", {"extra_body": {"functions": [{"name": "add"}]}}),
         ("logit_bias", {"logit_bias": {"1": 5}}),
+        ("logprobs", {"logprobs": True}),
         ("max_tokens", {"max_tokens": 0}),
         ("stream_options", {"extra_body": {"stream_options": [1]}}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "add", "parameters": [1]}}]}),

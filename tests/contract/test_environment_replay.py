@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from asyncrl.data.stop_strings import StopTexts
 from asyncrl.environments import build_environment
 from asyncrl.rewards import RewardResult
 from asyncrl.rollout.sessions import RolloutSession, SessionTools
@@ -82,3 +83,17 @@ async def test_a_replay_comes_to_the_same_tokens(replies, settings):
     assert again.response_ids.tolist() == first.response_ids.tolist()
     assert again.segments == first.segments
     assert client.sampling == [replace(sampling, max_tokens=min(400, session.budgets[-1]))]
+
+
+async def test_a_request_adds_to_the_texts_that_end_a_response():
+    found = []
+
+    class Asked:
+        async def generate(self, prompt_ids, sampling, *, draft, **_):
+            found.append(draft.looks_for_stop)
+
+    tools = SessionTools(Asked(), chat_with(), score, None, lambda texts: StopTexts(texts, str))
+    session = RolloutSession(tools, SamplingParams(max_tokens=9), "s", 0)
+    for stop in ((), ("</code>",)):
+        await session.generate(np.array([1, 2]), None, stop)
+    assert found == [False, True]

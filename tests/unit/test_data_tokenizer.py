@@ -129,6 +129,7 @@ def test_a_stop_text_of_one_token_ends_a_response_in_the_engine_and_others_are_l
     found = stop_texts(tokenizer, ["STOP", special, "a b", "STOP"])
     assert found.texts == ("STOP", "a b")
     assert stop_texts(tokenizer, [special]) is None
+    assert stop_texts(tokenizer, [special], of_request=True).texts == (special,)
 
 
 @pytest.mark.parametrize("text", ["", "a\ufffd", "\ud800"])
