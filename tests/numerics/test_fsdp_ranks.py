@@ -274,6 +274,7 @@ def test_only_the_first_rank_has_a_whole_model_in_memory(outcome):
 
 def read_late(root, rank, world_size, path):
     """Builds a backend whose first rank reads for longer than a collective may take; and a step."""
+    dist.barrier()  # a rank that is still connecting fails when another one leaves
     dist.destroy_process_group()
     store = dist.FileStore(str(root / "again"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=8))
