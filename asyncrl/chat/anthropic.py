@@ -69,7 +69,8 @@ def to_chat(body: object) -> dict[str, Any]:
         "tools": [_tool(tool) for tool in asked.tools],
         "stop": asked.stop_sequences or None,
     }
-    if (choice := asked.tool_choice) is not None:
+    choice = asked.tool_choice
+    if choice is not None and (choice.type != "tool" or choice.name in [tool.name for tool in asked.tools]):
         named = {"type": "function", "function": {"name": choice.name or ""}}
         made["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
         made["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -86,6 +87,7 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for place, block in enumerate(message.content):
@@ -93,8 +95,10 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
         match message.role, block.get("type"):
             case _, "text":
                 texts.append(text_of(block.get("text"), f"{where}.text"))
-            case "assistant", "thinking" | "redacted_thinking":
-                pass  # thoughts are not part of what a later turn sees
+            case "assistant", "thinking":
+                thoughts.append(text_of(block.get("thinking"), f"{where}.thinking"))
+            case "assistant", "redacted_thinking":
+                pass  # only its provider can read it
             case "user", "image":
                 texts.append(texts_joined([block], (), where))
             case "assistant", "tool_use":
@@ -108,6 +112,8 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
                 found = f"blocks of type {str(kind)[:40]!r} are not served for {message.role}"
                 raise unsupported(f"{where}.type", found)
     said: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
+    if thoughts:
+        said["reasoning_content"] = "".join(thoughts)
     if calls:
         said["tool_calls"] = calls
     # A message with tool results only has no further user message.
@@ -123,21 +129,20 @@ class MessagesReply(Reply):
         super().__init__(model, asked)
         self._id = f"msg_{secrets.token_hex(12)}"
         self._blocks: list[dict[str, Any]] = []
-        self._pieces: list[str] | None = None
-        """Pieces of the open text block."""
+        self._open = ""
+        """Type of the open block, text or thinking; empty: none is open."""
+        self._pieces: list[str] = []
         self._end: End | None = None
 
     def begin(self, prompt_tokens: int) -> list[Event]:
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
         return [_event("message_start", message=self.whole() | {"usage": usage})]
 
+    def thought(self, text: str) -> list[Event]:
+        return self._said("thinking", text)
+
     def text(self, text: str) -> list[Event]:
-        events: list[Event] = []
-        if self._pieces is None:
-            self._pieces = []
-            events.append(self._about("start", content_block={"type": "text", "text": ""}))
-        self._pieces.append(text)
-        return [*events, self._about("delta", delta={"type": "text_delta", "text": text})]
+        return self._said("text", text)
 
     def call(self, call: MadeCall) -> list[Event]:
         events = self._close()
@@ -183,13 +188,23 @@ class MessagesReply(Reply):
     def failed(self, error: ApiError) -> Event:
         return "error", error_body(error)
 
+    def _said(self, kind: str, text: str) -> list[Event]:
+        """A piece of a block of this type, in which the type names the text."""
+        events: list[Event] = []
+        if self._open != kind:
+            events += self._close()
+            self._open = kind
+            events.append(self._about("start", content_block=_block(kind, "")))
+        self._pieces.append(text)
+        return [*events, self._about("delta", delta={"type": f"{kind}_delta", kind: text})]
+
     def _close(self) -> list[Event]:
-        """Ends the open text block, if any."""
-        if self._pieces is None:
+        """Ends the open block, if any."""
+        if not self._open:
             return []
         event = self._about("stop")
-        self._blocks.append({"type": "text", "text": "".join(self._pieces)})
-        self._pieces = None
+        self._blocks.append(_block(self._open, "".join(self._pieces)))
+        self._open, self._pieces = "", []
         return [event]
 
     def _about(self, what: str, **data: Any) -> Event:
@@ -201,8 +216,18 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+def _block(kind: str, text: str) -> dict[str, Any]:
+    return {"type": kind, kind: text} | ({"signature": ""} if kind == "thinking" else {})
+
+
 def _event(kind: str, **data: Any) -> Event:
     return kind, {"type": kind, **data}
 
 
+def without_length(body: object) -> object:
+    """A body of `COUNT_TOKENS` as one of `MESSAGES`, which must name a length."""
+    return {"max_tokens": 1, **body} if isinstance(body, dict) else body
+
+
+COUNT_TOKENS = "/v1/messages/count_tokens"
 MESSAGES = Dialect("/v1/messages", to_chat, MessagesReply, error_body, {"stop": "stop_sequences"})

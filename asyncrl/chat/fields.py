@@ -82,6 +82,12 @@ def own_tools(form: type[BaseModel]) -> Any:
     return BeforeValidator(without_others, json_schema_input_type=list[form | other])
 
 
+def own_choice(choice: Any) -> Any:
+    """The choice of a tool that only a provider can run is none."""
+    kind = str(choice.get("type")) if isinstance(choice, dict) else ""
+    return None if kind.startswith(_OF_PROVIDERS) else choice
+
+
 NOT_SERVED = "not_served"
 """Type of a validation error whose message names an unserved field."""
 

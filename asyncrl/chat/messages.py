@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from asyncrl.chat.fields import MAX_DEPTH, Fields, json_value
+from asyncrl.chat.fields import MAX_DEPTH, Fields, Text, json_value
 from asyncrl.data.call_values import ToolSignature, signature_of
 
 MAX_TOOLS = 1024
@@ -49,6 +50,27 @@ Calls = Annotated[
 ]
 
 
+WRITTEN_BY_CLIENTS = ("refusal", "annotations", "thinking_blocks", "provider_specific_fields", "reasoning_details")
+"""Fields of messages that clients add for themselves."""
+
+_Thought = Annotated[
+    str | None,
+    BeforeValidator(lambda said: said if isinstance(said, str) and said else None, json_schema_input_type=Any),
+]
+
+
+class ChatMessage(Fields):
+    """`reasoning`: another name of `reasoning_content`."""
+
+    role: str
+    content: Text = ""
+    reasoning_content: _Thought = None
+    reasoning: _Thought = None
+    name: Name = None
+    tool_call_id: Name = None
+    tool_calls: Calls = None
+
+
 class Parameters(Fields):
     properties: dict[str, Any] | None = Field(default_factory=dict)
 
@@ -64,15 +86,72 @@ class OfferedTool(Fields):
     function: ToolFunction
 
 
+class NamedFunction(Fields):
+    name: Annotated[str, Field(min_length=1)]
+
+
+class NamedTool(Fields):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Fields):
+    model_config = ConfigDict(extra="ignore")
+
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def guide(self) -> dict[str, Any] | None:
+        """The schema of the answer; None: any text."""
+        if self.type == "json_schema":
+            return {} if self.json_schema is None else self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 def signatures(tools: Sequence[Mapping[str, Any]]) -> tuple[ToolSignature, ...]:
     """Signatures, for parsers, of tools in OpenAI's form that were checked as `OfferedTool`s."""
     functions = [tool["function"] for tool in tools]
     return tuple(signature_of(function["name"], function.get("parameters") or {}) for function in functions)
 
 
-def for_template(message: Fields) -> dict[str, Any]:
+def for_template(message: ChatMessage) -> dict[str, Any]:
     """A checked message for chat templates, without unset fields."""
-    return {name: value for name, value in message.model_dump().items() if value is not None}
+    made = {name: value for name, value in message.model_dump().items() if value is not None}
+    if thought := made.pop("reasoning", None):
+        made.setdefault("reasoning_content", thought)
+    return made
+
+
+def wish(schema: Mapping[str, Any] | None, tool_choice: Any, tools: Sequence[str]) -> str:
+    """What a request asks of the form of its reply, in words; empty: nothing. `schema`: of its response format.
+    `tools`: their names. The choice of another tool, such as one that a provider runs, asks nothing."""
+    function = tool_choice.get("function") if isinstance(tool_choice, dict) else None
+    if isinstance(function, dict) and function.get("name") in tools:
+        return f"Call the tool {function['name']} now."
+    if tools and tool_choice == "required":
+        return "Call a tool now."
+    if schema is None:
+        return ""
+    when = "If you call no tool, answer" if tools and tool_choice != "none" else "Answer"
+    return f"{when} with nothing but JSON of this schema: {json.dumps(schema, ensure_ascii=False)}"
+
+
+def with_wish(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
+    """The messages with `text` at the end of the last one, if that is not the assistant's, else behind it."""
+    if not text:
+        return list(messages)
+    last = messages[-1]
+    if last["role"] == "assistant":
+        return [*messages, {"role": "user", "content": text}]
+    return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}"}]
 
 
 def with_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -12,14 +12,20 @@ import string
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from asyncrl.chat.fields import SEND_TEXT, ApiError, bad_field, part_text, short
+from asyncrl.data.call_splitter import Thought
 from asyncrl.data.tool_calls import ToolCall
 
 DONE = "data: [DONE]\n\n"
 """Ends a stream of chat completions."""
+
+PING_S = 5.0
+"""Longest silence of a stream while the model generates: proxies close silent connections."""
+COMMENT = ": the model is writing\n\n"
+"""Ignored by clients of server-sent events."""
 
 _LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 
@@ -39,7 +45,7 @@ class MadeCall:
 @dataclass(frozen=True, slots=True)
 class End:
     """`reason`: stop, length or tool_calls. `stop_string`: the stop string that ended the text. `version`: of the
-    newest weights that wrote a token."""
+    newest weights that wrote a token. `of_choice`: further fields, in chat completions."""
 
     reason: str
     prompt_tokens: int
@@ -47,14 +53,17 @@ class End:
     version: int | None
     cached_tokens: int = 0
     stop_string: str | None = None
+    of_choice: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Reply(ABC):
-    """Writes one reply: `begin`, `text` and `call` in order, `end`. Each returns stream events; after `end`, `whole` is
-    the body of an unstreamed answer."""
+    """Writes one reply: `begin`, `thought`, `text` and `call` in order, `end`. Each returns stream events; after `end`,
+    `whole` is the body of an unstreamed answer."""
 
     ping: ClassVar[Event | None] = None
     """The API's event without content, for pauses of a stream; None: the API has none."""
+    done: ClassVar[str] = ""
+    """Ends a stream, after the last event."""
 
     def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
         """
@@ -67,6 +76,9 @@ class Reply(ABC):
 
     @abstractmethod
     def begin(self, prompt_tokens: int) -> list[Event]: ...
+
+    @abstractmethod
+    def thought(self, text: str) -> list[Event]: ...
 
     @abstractmethod
     def text(self, text: str) -> list[Event]: ...
@@ -160,12 +172,25 @@ def with_system(text: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any
 
 def written_parts(reply: Reply, parts: Sequence[str | MadeCall]) -> list[Event]:
     """The events of these parts, written in order."""
-    return [e for part in parts for e in (reply.text(part) if isinstance(part, str) else reply.call(part))]
+    events: list[Event] = []
+    for part in parts:
+        if isinstance(part, MadeCall):
+            events += reply.call(part)
+        else:
+            events += reply.thought(part) if isinstance(part, Thought) else reply.text(part)
+    return events
 
 
 def call_body(call: MadeCall) -> dict[str, Any]:
     """A call in the form of assistant messages."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def logprob_of(text: str, logprob: float) -> dict[str, Any]:
+    """A sampled token of an answer. Its bytes are None if it holds only part of a character."""
+    least = -9999.0  # replaces minus infinity, which JSON does not have
+    made = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": max(logprob, least), "bytes": made, "top_logprobs": []}
 
 
 def head(prefix: str, kind: str, model: str, request_id: str = "") -> dict[str, Any]:

@@ -10,12 +10,23 @@ import time
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from asyncrl.chat.fields import HINTS, ApiError, Fields, Length, Served, bad_field, own_tools, parsed, unsupported
+from asyncrl.chat.fields import (
+    HINTS,
+    ApiError,
+    Fields,
+    Length,
+    Served,
+    bad_field,
+    own_choice,
+    own_tools,
+    parsed,
+    unsupported,
+)
 from asyncrl.chat.reply import Dialect, End, Event, MadeCall, Reply, text_of, texts_joined, with_system
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class FlatTool(Fields):
@@ -57,7 +68,7 @@ class ResponsesRequest(Served):
     input: str | list[dict[str, Any]] = Field(examples=["..."])
     instructions: str | None = None
     tools: Annotated[list[FlatTool], own_tools(FlatTool)] = Field([], examples=[[{"type": "function", "name": "..."}]])
-    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | FlatChoice | None, BeforeValidator(own_choice)] = None
     parallel_tool_calls: bool = True
     max_output_tokens: Length | None = None
     temperature: float | None = None
@@ -110,12 +121,14 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
                 text = texts_joined(item.get("output"), _TEXT_PARTS, f"{where}.output")
                 made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": [text]})
             case "reasoning":
-                pass  # thoughts are not part of what a later turn sees
+                text = texts_joined(item.get("content") or item.get("summary") or "", _TEXT_PARTS, f"{where}.content")
+                _turn(made).setdefault("reasoning_content", []).append(text)
             case kind:
                 raise unsupported(f"{where}.type", f"items of type {str(kind)[:40]!r} are not served")
-    if not made:
+    texts, said = ("content", "reasoning_content"), [m for m in made if m["content"] or "tool_calls" in m]
+    if not said:
         raise bad_field("input", "it is empty", 'send "..."')
-    return [{**message, "content": "".join(message["content"])} for message in made]
+    return [m | {name: "".join(m[name]) for name in texts if name in m} for m in said]
 
 
 def _turn(made: list[dict[str, Any]]) -> dict[str, Any]:
@@ -131,7 +144,7 @@ def _tool(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponsesReply(Reply):
-    """The items of a response. Text before, between and after calls forms separate messages."""
+    """The items of a response. Thoughts, and text before, between and after calls, form separate items."""
 
     def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
         super().__init__(model, asked)
@@ -139,7 +152,7 @@ class ResponsesReply(Reply):
         self._created_at = int(time.time())
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
-        """The open message."""
+        """The open message or reasoning item."""
         self._pieces: list[str] = []
         self._number = 0
         self._end: End | None = None
@@ -149,16 +162,25 @@ class ResponsesReply(Reply):
         body = self.whole()
         return [self._event(f"response.{name}", response=body) for name in ("created", "in_progress")]
 
+    def thought(self, text: str) -> list[Event]:
+        events = self._begin({"type": "reasoning", "id": _new_id("rs"), "summary": []})
+        self._pieces.append(text)
+        return [*events, self._event("response.reasoning_text.delta", delta=text, **self._content)]
+
     def text(self, text: str) -> list[Event]:
-        events: list[Event] = []
-        if self._open is None:
-            self._open = {"type": "message", "id": _new_id("msg"), "role": "assistant", "status": "in_progress"}
-            self._open["content"] = []
-            events.append(self._event("response.output_item.added", item=dict(self._open), **self._place))
+        events = self._begin({"type": "message", "id": _new_id("msg"), "role": "assistant"})
+        if events:
             events.append(self._event("response.content_part.added", part=_part(""), **self._content))
         self._pieces.append(text)
-        events.append(self._event("response.output_text.delta", delta=text, logprobs=[], **self._content))
-        return events
+        return [*events, self._event("response.output_text.delta", delta=text, logprobs=[], **self._content)]
+
+    def _begin(self, item: dict[str, Any]) -> list[Event]:
+        """Opens the item, unless one of its type is open."""
+        if self._open is not None and self._open["type"] == item["type"]:
+            return []
+        events = self._close()
+        self._open = {**item, "status": "in_progress", "content": []}
+        return [*events, self._event("response.output_item.added", item=dict(self._open), **self._place)]
 
     def call(self, call: MadeCall) -> list[Event]:
         events = self._close()
@@ -178,8 +200,9 @@ class ResponsesReply(Reply):
         return events
 
     def end(self, end: End) -> list[Event]:
-        # A response has at least one item, so an empty answer becomes an empty message.
-        events = [] if self._open is not None or self._items else self.text("")
+        # An answer without text and calls has an empty message.
+        kinds = {item["type"] for item in (*self._items, self._open) if item is not None}
+        events = self.text("") if kinds <= {"reasoning"} else []
         events += self._close("incomplete" if end.reason == "length" else "completed")
         self._end = end
         body = self.whole()
@@ -224,18 +247,21 @@ class ResponsesReply(Reply):
         return {"item_id": self._open["id"], "content_index": 0, **self._place}
 
     def _close(self, status: str = "completed") -> list[Event]:
-        """Ends the open message, if any."""
+        """Ends the open item, if any."""
         if self._open is None:
             return []
         text, place, content = "".join(self._pieces), self._place, self._content
-        item = {**self._open, "status": status, "content": [_part(text)]}
+        is_message = self._open["type"] == "message"
+        part = _part(text) if is_message else {"type": "reasoning_text", "text": text}
+        item = {**self._open, "status": status, "content": [part]}
         self._items.append(item)
         self._open, self._pieces = None, []
-        return [
-            self._event("response.output_text.done", text=text, logprobs=[], **content),
-            self._event("response.content_part.done", part=_part(text), **content),
-            self._event("response.output_item.done", item=item, **place),
-        ]
+        if is_message:
+            events = [self._event("response.output_text.done", text=text, logprobs=[], **content)]
+            events.append(self._event("response.content_part.done", part=part, **content))
+        else:
+            events = [self._event("response.reasoning_text.done", text=text, **content)]
+        return [*events, self._event("response.output_item.done", item=item, **place)]
 
     def _event(self, kind: str, **data: Any) -> Event:
         self._number += 1

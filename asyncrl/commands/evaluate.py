@@ -198,7 +198,8 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     require(
         sections.get("reward", {}).get("function") != "zero"
         or arguments.reward is not None
-        or sections.get("rollout", {}).get("environment") in JUDGES,
+        or (environment := str(sections.get("rollout", {}).get("environment"))) in JUDGES
+        or ":" in environment,
         asked="an evaluation with reward.function=zero",
         found="it judges nothing, and an evaluation asks neither a judge nor rewards of groups",
         do="pass --reward NAME",

@@ -17,7 +17,8 @@ from asyncrl.config.checks import (
 from asyncrl.ranges import Positive, PositiveInt
 
 JUDGES = ("gymnasium", "openenv", "verifiers")
-"""Environments that give the reward themselves; their recipes set `reward.function=zero`."""
+"""Environments that give the reward themselves; their recipes set `reward.function=zero`. So do those of custom ones
+with `judges = True`, which a name like `package.module:Name` does not tell."""
 
 
 @section("rollout.tool_use.mcp.")
@@ -134,6 +135,9 @@ class AgentConfig:
     """Concurrent programs of a rollouter; others wait, within rollout.trajectory_timeout_s."""
     max_turns: PositiveInt = 8
     """Requests that an agent may make in one trajectory; further ones are refused."""
+    grace_s: Positive = 10.0
+    """Time for an agent to end by itself after its first request beyond a limit. Then it is ended, and the policy's
+    last reply is judged."""
     train: Literal["auto", "last_branch", "all_branches"] = "auto"
     """Trained part of an agent with several conversations, or a rewritten one. last_branch: the conversation of the
     last request. all_branches: every reply, once, with the advantage of the trajectory. auto: all_branches, but

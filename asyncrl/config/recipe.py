@@ -280,13 +280,8 @@ class Recipe:
             found="this environment gives the reward itself: no other would be asked",
             do="set reward.function=zero",
         )
-        teaches = own or reward.judge.weight or reward.group.function or self.algorithm.distillation.coefficient
-        require(
-            reward.names != ("zero",) or bool(teaches),
-            asked="reward zero",
-            found="nothing else teaches: nothing would be learned",
-            do="set reward.group.function, or reward.judge and judge.path, or choose another reward",
-        )
+        is_custom = ":" in self.rollout.environment  # told apart once it is imported: environments.check_environment
+        require_taught(self, own or is_custom)
 
     def _check_schedule(self) -> None:
         """Checks that every warm-up ends before the run does."""
@@ -492,6 +487,19 @@ class Recipe:
     def publishes_after(self, step: int) -> bool:
         """True if the weights after `step` optimizer steps are published."""
         return step % self.staleness.publish_every_steps == 0 or step >= self.run.max_steps
+
+
+def require_taught(recipe: Recipe, environment_judges: bool) -> None:
+    """Raises ConfigError: nothing would be learned."""
+    reward = recipe.reward
+    others = reward.judge.weight or reward.group.function or recipe.algorithm.distillation.coefficient
+    require(
+        reward.names != ("zero",) or bool(others) or environment_judges,
+        asked=f"reward zero with rollout.environment={recipe.rollout.environment}",
+        found="nothing else teaches: nothing would be learned",
+        do="set reward.group.function, or reward.judge and judge.path, or choose another reward; an environment of "
+        "your own that gives the reward says `judges = True`",
+    )
 
 
 def trains_branches(recipe: Recipe) -> bool:

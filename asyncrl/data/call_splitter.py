@@ -1,20 +1,28 @@
-"""Splits the streamed text of a reply into text and tool calls. Pure.
+"""Splits the streamed text of a reply into thoughts, text and tool calls. Pure.
 
-A call is found by its tags and parsed once complete (`tool_calls`); a malformed call stays text. The parts do not
-depend on how the text was cut into pieces.
+Thoughts stand at the start of a reply, between the template's marks. A call is found by its tags and parsed once
+complete (`tool_calls`); a malformed call stays text. The parts do not depend on how the text was cut into pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from asyncrl.data.rows import Thinking
 from asyncrl.data.stop_strings import StopStrings, StopTable
 from asyncrl.data.tool_calls import PARSERS, CallParser, ToolCall, ToolSignature, call_tags, shown
 
+
+class Thought(str):
+    """A piece of a thought, without its marks."""
+
+    __slots__ = ()
+
+
 Part = str | ToolCall
-"""A piece of text or a complete call."""
+"""A piece of text or of a thought, or a complete call."""
 
 _PYTHON_TAG = "<|python_tag|>"
 
@@ -145,12 +153,99 @@ class CallSplitter:
         return said
 
 
+class ReplySplitter:
+    """Splits one reply. Blanks before a thought, and after its marks, are dropped.
+
+    Args:
+        marks: of thoughts; None: thoughts are text.
+        form: None: the reply calls no tools.
+    """
+
+    def __init__(self, marks: Thinking | None, form: CallFormat | None) -> None:
+        self._marks = marks or Thinking()
+        self._calls = None if form is None else CallSplitter(form)
+        # Where several marks close a thought (gpt-oss), a call closes it too.
+        tags = list(form.tags) if form is not None and self._marks.closing.count("<") > 1 else []
+        self._closings = StopTable([self._marks.closing, *tags])
+        self._head = None if marks is None else ""
+        """Blanks and the start of what may be an opening mark; None: inside a thought, or behind all of them."""
+        self._thought: StopStrings | None = None
+        self._is_behind = False
+        """Leading blanks are dropped: a mark came last."""
+        if self._marks.begun:
+            self._open()
+
+    @property
+    def num_calls(self) -> int:
+        return 0 if self._calls is None else self._calls.num_calls
+
+    @property
+    def done(self) -> bool:
+        """True after the only call of a `single` reply; further text is dropped."""
+        return self._calls is not None and self._calls.done
+
+    def feed(self, piece: str) -> tuple[Part, ...]:
+        """The parts that have become final."""
+        parts: list[Part] = []
+        while piece:
+            if self._thought is not None:
+                self._think(self._thought.feed(piece), parts)
+                if (found := self._thought.found) is None:
+                    break
+                piece = self._thought.rest if found == self._marks.closing else found + self._thought.rest
+                self._thought, self._head, self._is_behind = None, "", True
+            elif self._head is not None:
+                head = self._head + piece
+                begun = head.lstrip()
+                if begun.startswith(self._marks.opening):
+                    piece = begun.removeprefix(self._marks.opening)
+                    self._open()
+                elif self._marks.opening.startswith(begun):
+                    self._head = head
+                    break
+                else:
+                    self._head, piece = None, begun if self._is_behind else head
+            else:
+                self._say(piece, parts)
+                break
+        return joined_parts(parts)
+
+    def finish(self) -> tuple[Part, ...]:
+        """The rest at the end of the reply."""
+        parts: list[Part] = []
+        if self._thought is not None:
+            self._think(self._thought.finish(), parts)
+        elif self._head and not (self._is_behind and self._head.isspace()):
+            self._say(self._head, parts)
+        return joined_parts([*parts, *(() if self._calls is None else self._calls.finish())])
+
+    def _open(self) -> None:
+        self._thought, self._head, self._is_behind = StopStrings(self._closings), None, True
+
+    def _think(self, text: str, parts: list[Part]) -> None:
+        if text := text.lstrip() if self._is_behind else text:
+            parts.append(Thought(text))
+            self._is_behind = False
+
+    def _say(self, text: str, parts: list[Part]) -> None:
+        parts += [text] if self._calls is None else self._calls.feed(text)
+
+
 def joined_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Joins neighbouring pieces of text."""
+    """Joins neighbouring pieces of text, and of thoughts."""
     made: list[Part] = []
-    for is_text, run in groupby(parts, lambda part: isinstance(part, str)):
-        if not is_text:
+    for kind, run in groupby(parts, type):
+        if kind is ToolCall:
             made.extend(run)
         elif text := "".join(part for part in run if isinstance(part, str)):
-            made.append(text)
+            made.append(kind(text))
     return tuple(made)
+
+
+def text_in(parts: Iterable[object]) -> str:
+    """The text without thoughts and calls."""
+    return "".join(part for part in parts if isinstance(part, str) and not isinstance(part, Thought))
+
+
+def thought_in(parts: Iterable[object]) -> str:
+    return "".join(part for part in parts if isinstance(part, Thought))

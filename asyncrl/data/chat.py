@@ -15,7 +15,7 @@ import numpy as np
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat_template import ChatTemplate, Message
 from asyncrl.data.images import ImageTokens, image_bytes, require_text_last
-from asyncrl.data.rows import SENT_IMAGE
+from asyncrl.data.rows import SENT_IMAGE, Thinking
 from asyncrl.data.tokenizer import stop_token_ids
 from asyncrl.data.tool_calls import ToolPrompt
 from asyncrl.errors import DataError, explain
@@ -51,7 +51,12 @@ class Chat:
 
     def without_thoughts(self, text: str) -> str:
         """The text behind the last thought, in the template's marks."""
-        return text.rpartition(self._template.thinking.closing)[2]
+        return text.rpartition(self.thinking.closing)[2]
+
+    @property
+    def thinking(self) -> Thinking:
+        """As `ChatTemplate.thinking`."""
+        return self._template.thinking
 
     @property
     def sees_images(self) -> bool:

@@ -67,7 +67,9 @@ def check_environment(recipe: Recipe) -> None:
     if name in _CHECKS:
         _CHECKS[name](recipe.rollout)
     elif name not in ENVIRONMENTS:
-        _custom(name, made)
+        from asyncrl.config.recipe import require_taught
+
+        require_taught(recipe, bool(getattr(_custom(name, made), "judges", False)))
 
 
 def _custom(name: str, made: Callable[[], Any]) -> Environment:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import shutil
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -21,10 +22,13 @@ from asyncrl.environments.agent_session import AgentSession, TurnLimit
 from asyncrl.environments.environment import Session, Task, limits_of
 from asyncrl.errors import ConfigError, explain
 from asyncrl.registry import resolve
+from asyncrl.remote.tasks import cancel
 from asyncrl.types import Trajectory
 
 if TYPE_CHECKING:
     from asyncrl.environments.agent_server import AgentServer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -83,13 +87,15 @@ class AgentEndpoint:
             await self._server.close()
 
     async def run(
-        self, name: str, session: Session, agent: Callable[[str, str], Awaitable[T]]
+        self, name: str, session: Session, agent: Callable[[str, str], Awaitable[T]], grace_s: float | None = None
     ) -> tuple[AgentSession, T | None]:
-        """The agent's recorded requests and its result; None also if it raised after a limit was reached.
+        """The agent's recorded requests and its result; None also if it raised, or was ended, after a limit was
+        reached.
 
         Args:
             name: of the agent, for messages.
             agent: called with the base URL and the key of the trajectory.
+            grace_s: the time that it has from there; None: any.
         Raises:
             GenerationError: a generation failed, even if the agent handled the error.
             ValueError: no request of the agent was answered.
@@ -98,26 +104,36 @@ class AgentEndpoint:
         assert self._server is not None, "start comes first"
         every, exact = self._all_branches, self._config.match == "exact"
         recorded = AgentSession(session, self._limits, self._max_turns, self._parser, every, exact)
-        returned: T | None = None
         with self._server.open(recorded) as key:
+            work = asyncio.create_task(_outcome(agent(self._server.url, key)))
+            over = asyncio.create_task(recorded.limit_reached.wait())
             try:
-                returned = await agent(self._server.url, key)
-            except BaseException as error:
-                task_now = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and task_now is not None and task_now.cancelling():
-                    raise  # our own cancellation, not the agent's
-                # A failed generation takes precedence over the agent's own error, which it likely caused.
-                if recorded.failure is not None:
-                    raise recorded.failure from None
-                if not recorded.cut:
-                    raise
+                await asyncio.wait({work, over}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({work}, timeout=grace_s)
+                ended = not work.done()
+            finally:
+                await cancel(work, over)
         # From here on, requests of tasks that the agent left running are refused.
         recorded.close()
-        if recorded.failure is not None:
-            raise recorded.failure
+        # A failed generation takes precedence over the agent's own error, which it likely caused.
+        returned, error = work.result()
+        failure = recorded.failure or (None if recorded.cut else error)
+        if failure is not None:
+            failure.add_note(f"The agent {name} {recorded.told}")
+            raise failure
+        if ended:
+            logger.info("the agent %s was ended %g s after a limit", name, grace_s)
         if not recorded.nodes:
             raise ValueError(f"the agent {name} made no request that was answered")
         return recorded, returned
+
+
+async def _outcome(work: Awaitable[T]) -> tuple[T | None, BaseException | None]:
+    """The result or the error: an exit in a task would end the event loop."""
+    try:
+        return await work, None
+    except BaseException as error:  # noqa: BLE001 - its reader raises it
+        return None, error
 
 
 class AgentEnvironment:
@@ -131,7 +147,7 @@ class AgentEnvironment:
     def __init__(self, recipe: Recipe, chat: Chat) -> None:
         config = recipe.rollout.agent
         self._agent = load_agent(config)
-        self._name = config.function or str(config.command)
+        self._name, self._grace_s = config.function or str(config.command), config.grace_s
         self._endpoint = AgentEndpoint(recipe, chat, TurnLimit(config.max_turns, "rollout.agent.max_turns"))
 
     async def start(self) -> None:
@@ -147,6 +163,8 @@ class AgentEnvironment:
 
     async def run(self, task: Task, session: Session) -> Trajectory:
         """Raises what `AgentEndpoint.run` raises."""
-        recorded, said = await self._endpoint.run(self._name, session, lambda url, key: self._agent(url, key, task))
-        result = await session.reward(recorded.last_text() if said is None else str(said), task.row)
+        recorded, said = await self._endpoint.run(
+            self._name, session, lambda url, key: self._agent(url, key, task), self._grace_s
+        )
+        result = await session.reward(recorded.judged_text(None if said is None else str(said)), task.row)
         return recorded.trajectory(result)

@@ -2,30 +2,28 @@
 translated to and from this form. Pure.
 
 The recipe decides how tokens are sampled, so that training sees the distribution that it assumes: temperature, top_p,
-seed and the like are accepted and ignored. So are a forced tool and a response format: the policy writes freely, and
-the agent's own check asks again. Fields that would change the form of the answer (n, logprobs, functions and the like)
-are refused by name.
+seed and the like are accepted and ignored. A forced tool and a response format are asked for in the prompt: the policy
+writes freely, and the agent's own check asks again. Fields that would change the form of the answer (n, functions and
+the like) are refused by name.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from asyncrl.chat.fields import Fields, Length, Text, asks_for_nothing, parsed, short, unsupported
-from asyncrl.chat.http import frame
-from asyncrl.chat.messages import Calls, Name, OfferedTool, for_template, signatures
-from asyncrl.chat.reply import DONE, End, MadeCall, Reply, head, made_call, usage, written_parts
-from asyncrl.data.tool_calls import Call, ToolCall, ToolSignature
+from asyncrl.chat.fields import ApiError, Fields, Length, asks_for_nothing, parsed, short, unsupported
+from asyncrl.chat.messages import ChatMessage, OfferedTool, ResponseFormat, for_template, signatures, wish
+from asyncrl.chat.reply import DONE, Dialect, End, Event, MadeCall, Reply, call_body, head, made_call, usage
+from asyncrl.data.call_splitter import Part, Thought, text_in, thought_in
+from asyncrl.data.tool_calls import ToolCall, ToolSignature
 
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     # fields that would change the answer, with the values that have no effect
     "n": (1,),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "functions": ([],),
     "logit_bias": ({},),
@@ -37,15 +35,19 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
     """`messages` and `tools`: JSON in a canonical form. `max_tokens` None: the recipe's. `stop`: texts that end the
-    reply. `is_repeated`: the client says that it has sent it before."""
+    reply. `wish`: the asked form of the reply, in words. `key`: of the client, the same when it sends the request
+    again. `is_repeated`: it says that it does."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
     max_tokens: int | None
     stream: bool
-    include_usage: bool
     stop: tuple[str, ...] = ()
     one_call: bool = False
+    wish: str = ""
+    logprobs: bool = False
+    token_ids: bool = False
+    key: str = ""
     is_repeated: bool = False
 
     @property
@@ -55,38 +57,31 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True)
 class AgentReply:
-    """`message`: the assistant's, as the agent should send it back."""
+    """`message`: the assistant's, in the form of `AgentRequest`. `parts`: of it, for clients."""
 
     message: dict[str, Any]
+    parts: tuple[str | MadeCall, ...]
     end: End
 
 
 _Flag = Annotated[bool, BeforeValidator(bool)]
 
 
-class _Message(Fields):
-    role: str
-    content: Text = ""
-    name: Name = None
-    tool_call_id: Name = None
-    tool_calls: Calls = None
-
-
-class _StreamOptions(Fields):
-    include_usage: _Flag = False
-
-
 class _Body(Fields):
     """The fields that an agent can set; others are ignored."""
 
-    messages: list[_Message] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "..."}]])
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "..."}]])
     tools: list[OfferedTool] = Field([], fail_fast=True, examples=[[{"type": "function", "function": {"name": "..."}}]])
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     stream: _Flag = False
     stop: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = []  # noqa: RUF012
     parallel_tool_calls: _Flag = True
-    stream_options: _StreamOptions = Field(_StreamOptions(), examples=[{"include_usage": True}])
+    stream_options: dict[str, Any] = Field({}, examples=[{"include_usage": True}])
+    response_format: ResponseFormat | None = None
+    tool_choice: Any = None
+    logprobs: _Flag = False
+    return_token_ids: _Flag = False
 
 
 def parse_request(body: object) -> AgentRequest:
@@ -102,14 +97,20 @@ def parse_request(body: object) -> AgentRequest:
         tools=tuple(body.get("tools") or ()) if body.get("tool_choice") != "none" else (),
         max_tokens=asked.max_completion_tokens or asked.max_tokens,
         stream=asked.stream,
-        include_usage=asked.stream_options.include_usage,
         stop=tuple(text for text in asked.stop if text),
         one_call=not asked.parallel_tool_calls,
+        wish=wish(
+            None if asked.response_format is None else asked.response_format.guide,
+            asked.tool_choice,
+            [tool.function.name for tool in asked.tools],
+        ),
+        logprobs=asked.logprobs,
+        token_ids=asked.return_token_ids,
     )
 
 
 def _with_own_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with ids of calls as `reply_message` makes them; clients know them as `_wire` writes them."""
+    """The message with ids of calls as `reply_of` makes them: clients expect `call_`, templates nine characters."""
     made = dict(message)
     if "tool_call_id" in made:
         made["tool_call_id"] = made["tool_call_id"].replace("call_", "call", 1)
@@ -118,85 +119,89 @@ def _with_own_ids(message: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def sent_id(own: str) -> str:
-    """An id of a call as clients expect it; templates want nine characters without a line."""
-    return own.replace("call", "call_", 1)
+def reply_of(parts: Sequence[Part], number: int, end: End) -> AgentReply:
+    """The reply to request `number` of a trajectory. Ids of calls are deterministic, for replays."""
+    message: dict[str, Any] = {"role": "assistant", "content": text_in(parts)}
+    if thought := thought_in(parts):
+        message["reasoning_content"] = thought
+    calls: list[dict[str, Any]] = []
+    written: list[str | MadeCall] = []
+    for part in parts:
+        if not isinstance(part, ToolCall):
+            written.append(part)
+            continue
+        made_id = f"call{number % 1000:03d}{len(calls) % 100:02d}"
+        function = {"name": part.name, "arguments": dict(part.arguments)}
+        calls.append({"id": made_id, "type": "function", "function": function})
+        written.append(made_call(part, made_id.replace("call", "call_", 1)))
+    if calls:
+        message["tool_calls"] = calls
+        end = replace(end, reason="tool_calls")
+    return AgentReply(message, tuple(written), end)
 
 
-def reply_message(text: str, before: str, calls: Sequence[Call], number: int) -> dict[str, Any]:
-    """The assistant's message in answer to request `number`. A text with a malformed call stays text for the agent.
-    `before`: the part of `text` before its calls."""
-    made = [call for call in calls if isinstance(call, ToolCall)]
-    if not made or len(made) < len(calls):
-        return {"role": "assistant", "content": text}
-    return {
-        "role": "assistant",
-        "content": before.strip(),
-        "tool_calls": [
-            {
-                # deterministic, for replays; some templates want nine characters
-                "id": f"call{number % 1000:03d}{index % 100:02d}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
-            }
-            for index, call in enumerate(made)
-        ],
-    }
+class ChatReply(Reply):
+    """A chat completion. The answer is complete before its first text, since a call is known only at its end."""
+
+    done = DONE
+
+    def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
+        super().__init__(model, asked)
+        self._head = head("chatcmpl", "chat.completion", model)
+        self._parts: list[str | MadeCall] = []
+        self._end = End("", 0, 0, None)
+
+    def begin(self, prompt_tokens: int) -> list[Event]:
+        return [self._piece({"role": "assistant", "content": ""})]
+
+    def thought(self, text: str) -> list[Event]:
+        self._parts.append(Thought(text))
+        return [self._piece({"reasoning_content": text})]
+
+    def text(self, text: str) -> list[Event]:
+        self._parts.append(text)
+        return [self._piece({"content": text})]
+
+    def call(self, call: MadeCall) -> list[Event]:
+        self._parts.append(call)
+        return [self._piece({"tool_calls": [{"index": len(self._calls) - 1, **call_body(call)}]})]
+
+    def end(self, end: End) -> list[Event]:
+        self._end = end
+        events = [self._piece({}, end.reason, **end.of_choice)]
+        if (self._asked.get("stream_options") or {}).get("include_usage"):
+            events.append(("", {**self._streamed, "choices": [], "usage": self._usage}))
+        return events
+
+    def whole(self) -> dict[str, Any]:
+        end, parts, calls = self._end, self._parts, self._calls
+        text, thought = text_in(parts), thought_in(parts)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        message |= ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
+        choice = {"index": 0, "message": message, "finish_reason": end.reason, "logprobs": None, **end.of_choice}
+        return {**self._head, "choices": [choice], "usage": self._usage, "weight_version": end.version}
+
+    def failed(self, error: ApiError) -> Event:
+        return "", error.body()
+
+    @property
+    def _calls(self) -> list[dict[str, Any]]:
+        return [call_body(part) for part in self._parts if isinstance(part, MadeCall)]
+
+    @property
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._end.prompt_tokens, self._end.completion_tokens)
+
+    @property
+    def _streamed(self) -> dict[str, Any]:
+        return self._head | {"object": "chat.completion.chunk"}
+
+    def _piece(self, delta: dict[str, Any], reason: str | None = None, **further: Any) -> Event:
+        return "", {**self._streamed, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, **further}]}
 
 
-def whole(reply: AgentReply, model: str) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
-    return {
-        **head("chatcmpl", "chat.completion", model),
-        "choices": [
-            {
-                "index": 0,
-                "message": {**_wire(reply.message), "refusal": None},
-                "finish_reason": reply.end.reason,
-                "logprobs": None,
-            }
-        ],
-        "usage": usage(reply.end.prompt_tokens, reply.end.completion_tokens),
-        "weight_version": reply.end.version,
-    }
+def _as_it_is(body: object) -> Any:
+    return body
 
 
-def streamed(reply: AgentReply, model: str, *, include_usage: bool) -> Iterator[str]:
-    """The frames of a streamed answer. The answer is complete before the first frame, since a call is known only at its
-    end."""
-    start = head("chatcmpl", "chat.completion.chunk", model)
-    message = _wire(reply.message)
-    for index, call in enumerate(message.get("tool_calls", ())):
-        call["index"] = index
-    for delta, reason in ((message, None), ({}, reply.end.reason)):
-        yield frame({**start, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
-    if include_usage:
-        used = usage(reply.end.prompt_tokens, reply.end.completion_tokens)
-        yield frame({**start, "choices": [], "usage": used})
-    yield DONE
-
-
-def in_dialect(reply: AgentReply, writer: Reply) -> tuple[dict[str, Any], list[str]]:
-    """The answer in the dialect of `writer`, as one body and as stream frames."""
-    parts: list[str | MadeCall] = [reply.message["content"]] if reply.message["content"] else []
-    for call in reply.message.get("tool_calls", ()):
-        function = call["function"]
-        parts.append(made_call(ToolCall(function["name"], function["arguments"]), sent_id(call["id"])))
-    events = [*writer.begin(reply.end.prompt_tokens), *written_parts(writer, parts), *writer.end(reply.end)]
-    return writer.whole(), [frame(data, name) for name, data in events]
-
-
-def _wire(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as clients read it: arguments of calls as text, null for empty content of a message with calls."""
-    made = dict(message)
-    if "tool_calls" in made:
-        made["content"] = made["content"] or None
-        made["tool_calls"] = [
-            {
-                **call,
-                "id": sent_id(call["id"]),
-                "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])},
-            }
-            for call in made["tool_calls"]
-        ]
-    return made
+CHAT = Dialect("/v1/chat/completions", _as_it_is, ChatReply, ApiError.body, {})

@@ -3,27 +3,30 @@ also limits its requests."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 
 from asyncrl.chat import http
+from asyncrl.chat.anthropic import COUNT_TOKENS, MESSAGES, without_length
 from asyncrl.chat.connection_limits import ConnectionLimiter, ConnectionLimits
 from asyncrl.chat.dialects import DIALECTS
 from asyncrl.chat.fields import ApiError
-from asyncrl.chat.reply import Dialect
+from asyncrl.chat.reply import COMMENT, PING_S, Dialect, Reply, written_parts
 from asyncrl.chat.server import Server, address_of, bind, is_local
 from asyncrl.config.environments import AgentConfig
-from asyncrl.environments.agent_requests import in_dialect, parse_request, streamed, whole
-from asyncrl.environments.agent_session import AgentSession
-from asyncrl.remote.tasks import end
+from asyncrl.environments.agent_requests import CHAT, parse_request
+from asyncrl.environments.agent_session import AgentSession, Answering
+from asyncrl.remote.tasks import cancel, end
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,9 @@ MODEL = "policy"
 KEY_HEADER = "x-trajectory-key"
 """Carries the trajectory's key, for clients whose own key is the same for all trajectories. Takes precedence."""
 _STOP_S = 3.0
+_DIALECTS = {CHAT.path: CHAT, **DIALECTS}
+
+Handler = Callable[[Dialect, "AgentSession", Request], Awaitable[Response]]
 
 
 class AgentServer:
@@ -79,29 +85,24 @@ class AgentServer:
             del self._sessions[key]
 
     def _app(self) -> FastAPI:
-        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-        app.add_route("/v1/chat/completions", partial(self._reply, None), methods=["POST"])
-        for path, dialect in DIALECTS.items():
-            app.add_route(path, partial(self._reply, dialect), methods=["POST"])
-        app.add_route("/v1/models", self._models, methods=["GET"])
+        # Dialects by their paths, for errors of routes that do not exist too.
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, exception_handlers={HTTPException: _not_a_route})
+        for path, dialect in _DIALECTS.items():
+            app.add_route(path, partial(self._guarded, dialect, self._reply), methods=["POST"])
+        app.add_route(COUNT_TOKENS, partial(self._guarded, MESSAGES, self._count), methods=["POST"])
+        for path in ("/v1/models", "/v1/models/{id:path}"):
+            app.add_route(path, partial(self._guarded, CHAT, self._models), methods=["GET"])
         return app
 
-    async def _reply(self, dialect: Dialect | None, request: Request) -> Response:
-        """Answers a chat completion, or its equivalent in a dialect."""
+    async def _guarded(self, dialect: Dialect, handler: Handler, request: Request) -> Response:
+        """Turns every error of `handler` into an answer in the form of its API."""
         session: AgentSession | None = None
         try:
             session = self._session(request)
-            body = await http.read_json(request)
-            asked = parse_request(body if dialect is None else dialect.to_chat(body))
-            asked = replace(asked, is_repeated=request.headers.get("x-stainless-retry-count", "0") != "0")
-            reply = await http.unless_client_leaves(request.receive, session.answer(asked))
-            assert isinstance(body, dict), "parse_request has checked it"
-            answer, frames = whole(reply, MODEL), streamed(reply, MODEL, include_usage=asked.include_usage)
-            if dialect is not None:
-                answer, frames = in_dialect(reply, dialect.reply(MODEL, body))
-            events = _events(frames)
-            return http.EventStream(events, events, {}) if asked.stream else JSONResponse(answer)
+            return await handler(dialect, session, request)
         except ApiError as error:
+            if session is not None:
+                session.refusals.append(error)
             return _refused(error, dialect)
         except http.ClientLeft:
             return Response(status_code=http.STATUS_CLIENT_LEFT)
@@ -111,13 +112,31 @@ class AgentServer:
                 session.failure = error
             return _refused(ApiError(500, f"{type(error).__name__}: {error}", code="internal_error"), dialect)
 
-    async def _models(self, request: Request) -> Response:
-        try:
-            self._session(request)
-        except ApiError as error:
-            return _refused(error)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "asyncrl"}
-        return JSONResponse({"object": "list", "data": [model]})
+    async def _reply(self, dialect: Dialect, session: AgentSession, request: Request) -> Response:
+        """Answers a chat completion, or its equivalent in a dialect."""
+        body = await http.read_json(request)
+        asked = replace(
+            parse_request(dialect.to_chat(body)),
+            key=request.headers.get("idempotency-key", ""),
+            is_repeated=request.headers.get("x-stainless-retry-count", "0") != "0",
+        )
+        assert isinstance(body, dict), "parse_request has checked it"
+        writer, answering = dialect.reply(MODEL, body), session.begin(asked)
+        if asked.stream:
+            events = _streamed(session, answering, writer)
+            return http.EventStream(events, events, {})
+        reply = await http.unless_client_leaves(request.receive, session.read(answering))
+        _ = [*writer.begin(answering.prompt_tokens), *written_parts(writer, reply.parts), *writer.end(reply.end)]
+        return JSONResponse(writer.whole())
+
+    async def _count(self, dialect: Dialect, session: AgentSession, request: Request) -> Response:
+        asked = parse_request(dialect.to_chat(without_length(await http.read_json(request))))
+        return JSONResponse({"input_tokens": session.num_tokens(asked)})
+
+    async def _models(self, _dialect: Dialect, _session: AgentSession, request: Request) -> Response:
+        name = request.path_params.get("id")  # every name is the policy's
+        model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "asyncrl"}
+        return JSONResponse({"object": "list", "data": [model]} if name is None else model)
 
     def _session(self, request: Request) -> AgentSession:
         if self._for_this_machine:
@@ -129,13 +148,34 @@ class AgentServer:
         return found
 
 
-async def _events(frames: Iterable[str]) -> AsyncGenerator[str, None]:
-    for made in frames:
-        yield made
+async def _streamed(session: AgentSession, answering: Answering, writer: Reply) -> AsyncGenerator[str, None]:
+    """The frames of an answer, with a sign of life every `PING_S` until it is complete."""
+    for name, data in writer.begin(answering.prompt_tokens):
+        yield http.frame(data, name)
+    reading = asyncio.create_task(session.read(answering))
+    try:
+        while not (await asyncio.wait({reading}, timeout=PING_S))[0]:
+            yield COMMENT if writer.ping is None else http.frame(writer.ping[1], writer.ping[0])
+        reply = reading.result()
+        for name, data in [*written_parts(writer, reply.parts), *writer.end(reply.end)]:
+            yield http.frame(data, name)
+        yield writer.done
+    except ApiError as error:
+        name, data = writer.failed(error)
+        yield http.frame(data, name)
+    finally:
+        await cancel(reading)
 
 
-def _refused(error: ApiError, dialect: Dialect | None = None) -> Response:
-    named = error if dialect is None else dialect.renamed(error)
-    response = http.error_response(named, None if dialect is None else dialect.error(named))
-    response.headers["x-should-retry"] = "false"  # OpenAI's clients would retry, and each request counts as a turn
+async def _not_a_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    found = f"{request.method} {request.url.path}: {error.detail}; served are {', '.join(_DIALECTS)} and /v1/models"
+    dialect = MESSAGES if request.url.path.startswith(MESSAGES.path) else CHAT
+    return _refused(ApiError(error.status_code, found, code="not_found"), dialect)
+
+
+def _refused(error: ApiError, dialect: Dialect) -> Response:
+    named = dialect.renamed(error)
+    response = http.error_response(named, dialect.error(named))
+    response.headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients would ask again
     return response

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.chat.fields import ApiError
-from asyncrl.chat.messages import with_names
-from asyncrl.chat.reply import End
-from asyncrl.data.tool_calls import PARSERS, CallParser, ToolPrompt, text_before_calls, tools_for
-from asyncrl.environments.agent_requests import AgentReply, AgentRequest, reply_message
+from asyncrl.chat.messages import with_names, with_wish
+from asyncrl.chat.reply import End, logprob_of
+from asyncrl.data.call_splitter import CallFormat, Part, ReplySplitter, joined_parts
+from asyncrl.data.tool_calls import CallParser, ToolCall, ToolPrompt, tools_for
+from asyncrl.environments.agent_requests import AgentReply, AgentRequest, reply_of
 from asyncrl.environments.conversation import Conversation
 from asyncrl.environments.environment import Session, TrajectoryLimits
-from asyncrl.errors import DataError, GenerationError
+from asyncrl.errors import DataError
+from asyncrl.remote.tasks import retrieved
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Trajectory
 
@@ -23,23 +26,39 @@ logger = logging.getLogger(__name__)
 
 LOW_SHARE = 0.9
 """Share of an agent's sampled tokens in training, below which the log tells it."""
+REJOIN_S = 10.0
+"""Time for a client that has lost its connection to send its request again."""
+_SHOWN_CHARS = 500
+LIMITS = ("max_turns", "context_length_exceeded")
+"""Codes of refusals after which an agent should end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
     """A conversation after a reply. `messages`, including the reply, are the text of its token ids. `parent`: the node
-    that the request continued; None for the start of a conversation."""
+    that the request continued; None for the start of a conversation. `number`: of the request, in order of arrival."""
 
+    number: int
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
     conversation: Conversation
     last: Generation
     prompt_tokens: int
     parent: _Node | None
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...]
     """Texts that ended the reply, and are not in its message."""
-    reply: AgentReply | None = None
-    asked: AgentRequest | None = None
+    reply: AgentReply
+
+
+@dataclass(slots=True, eq=False)
+class Answering:
+    """A request whose answer is under way, or made. `num_readers`: that wait for it. `is_read`: one has it."""
+
+    request: AgentRequest
+    prompt_tokens: int
+    work: asyncio.Task[_Node]
+    num_readers: int = 0
+    is_read: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +79,8 @@ class AgentSession:
     forked off an earlier reply. A branch ends at a reply that no request continues. The trajectory is the branch of the
     last request.
 
-    Requests are answered one at a time, in order of arrival.
+    Requests are answered concurrently; replies stand in the order in which their requests came. A reply that nobody
+    reads is not recorded.
     """
 
     session: Session
@@ -71,22 +91,47 @@ class AgentSession:
     exact: bool = False
     """A reply is recognised by its bytes alone (`rollout.agent.match`)."""
     nodes: list[_Node] = field(default_factory=list, init=False)
-    order: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     closed: bool = field(default=False, init=False)
-    num_requests: int = field(default=0, init=False)
-    cut: bool = field(default=False, init=False)
+    limit_reached: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """A request was refused because of a limit of turns or of length."""
+    refusals: list[ApiError] = field(default_factory=list, init=False)
+    """What the agent was answered instead of replies."""
     failure: Exception | None = field(default=None, init=False)
     """The error of generation, if any. It fails the trajectory even if the agent handles the error answer."""
+    _answering: list[Answering] = field(default_factory=list, init=False)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+
+    @property
+    def num_requests(self) -> int:
+        """Answered ones."""
+        return len(self.nodes)
+
+    @property
+    def cut(self) -> bool:
+        return self.limit_reached.is_set()
+
+    @property
+    def told(self) -> str:
+        """What the agent has done, for errors."""
+        asked, refused = self._answering[-1:], "".join(f"; refused: {error.message}" for error in self.refusals[-1:])
+        last = "".join(f"; its last request ends with {str(a.request.messages[-1])[-_SHOWN_CHARS:]}" for a in asked)
+        return f"got {self.num_requests} replies{last}{refused}"
 
     def close(self) -> None:
         """The agent has returned: its unfinished requests get errors, and are not in the trajectory."""
         self.closed = True
+        for asked in self._answering:
+            if not asked.num_readers:
+                asked.work.cancel()
 
-    def last_text(self) -> str:
-        """The last reply's text, as rewards read responses."""
+    def judged_text(self, said: str | None) -> str:
+        """The text for the reward: `said` by the agent, else the last reply, as rewards read responses. Raises
+        ValueError: the agent says what we refused it."""
         assert self.nodes, "no request was answered"
-        return self.session.decode(self.nodes[-1].last.token_ids)
+        refused = [error for error in self.refusals if said is not None and error.message in said]
+        if refused and refused[-1].code not in LIMITS:
+            raise ValueError(f"the agent's result is the text of a refusal: {refused[-1].message}")
+        return self.session.decode(self.nodes[-1].last.token_ids) if said is None or refused else said
 
     def trajectory(self, result: RewardResult) -> Trajectory:
         """The branch of the last request. Its parts count requests and branches.
@@ -124,50 +169,118 @@ class AgentSession:
         return found
 
     async def answer(self, request: AgentRequest) -> AgentReply:
-        """Raises ApiError: a limit is reached, or the model's chat format cannot express the messages."""
-        async with self.order:
-            request = replace(request, messages=self._stored(request))
-            repeated, request = request.is_repeated, replace(request, is_repeated=False)
-            if repeated and (again := self._answered(request)) is not None:
-                return again
-            if self.num_requests >= self.max_turns.requests:
-                self.cut = True
-                found = f"{self.num_requests} requests were made, {self.max_turns.key}={self.max_turns.requests}"
-                raise ApiError(400, f"{found}; end here", code="max_turns")
-            # Find the place in the tree, and check its room before anything is sampled.
-            parent = self._continued(request)
-            conversation, prompt_tokens = self._placed(request, parent)
-            room = self.limits.room(prompt_tokens, conversation.num_response_tokens)
-            if room < 1:
-                self.cut = True
-                found = f"the conversation has {len(conversation.token_ids)} tokens and leaves no room for an answer"
-                raise ApiError(400, f"{found}; end here", param="messages", code="context_length_exceeded")
-            asked = conversation.token_ids
-            limit = room if request.max_tokens is None else min(room, request.max_tokens)
-            try:
-                made = await self.session.generate(asked, limit, request.stop)
-            except GenerationError as error:
-                self.failure = error
-                raise ApiError(500, f"the generation failed: {error}", code="generation_failed") from error
-            # The agent may have returned during the generation: a reply that nobody reads must not be trained.
-            if self.closed:
-                raise ApiError(409, "the agent of this conversation has returned")
-            self.num_requests += 1
-            conversation.add_response(made)
-            chat = self.session.chat
-            text = chat.decode_turn(made.token_ids)
-            calls = PARSERS[self.parser](text, request.signatures) if request.tools else []
-            calls = calls[:1] if request.one_call else calls
-            before = chat.decode_text(chat.encode(text_before_calls(text, self.parser, request.signatures)))
-            said = _up_to(chat.decode_text(made.token_ids), request.stop)
-            message = reply_message(said, before, calls, self.num_requests)
-            reason = "tool_calls" if "tool_calls" in message else made.finish_reason
-            reply = AgentReply(message, End(reason, len(asked), len(made.token_ids), made.segments[-1].version))
-            tools = request.tools or (() if parent is None else parent.tools)
-            messages = *request.messages, message
-            node = _Node(messages, tools, conversation, made, prompt_tokens, parent, request.stop, reply, request)
+        """Raises ApiError as `begin` and `read`."""
+        return await self.read(self.begin(request))
+
+    def begin(self, request: AgentRequest) -> Answering:
+        """Starts the answer. A request that was sent again has the answer of the first time, unless another request
+        continued it.
+
+        Raises ApiError: a limit is reached, or the model's chat format cannot express the messages."""
+        request = replace(request, messages=self._stored(request))
+        repeated, request = request.is_repeated or bool(request.key), replace(request, is_repeated=False)
+        if repeated and (again := self._asked_before(request)) is not None:
+            return again
+        if self.num_requests + sum(not a.is_read and a.num_readers for a in self._answering) >= self.max_turns.requests:
+            found = f"{self.num_requests} requests were answered, {self.max_turns.key}={self.max_turns.requests}"
+            raise self._refused(f"{found}; end here", "max_turns")
+        # Find the place in the tree, and check its room before anything is sampled.
+        parent = self._continued(request)
+        conversation, prompt_tokens = self._placed(request, parent)
+        room = self.limits.room(prompt_tokens, conversation.num_response_tokens)
+        asked = conversation.token_ids
+        if room < 1:
+            longest = min(self.limits.total_tokens, prompt_tokens + self.limits.response_tokens)
+            found = f"the conversation has {len(asked)} tokens, and the maximum context length is {longest} tokens"
+            raise self._refused(f"{found}; end here", "context_length_exceeded", "messages")
+        limit = room if request.max_tokens is None else min(room, request.max_tokens)
+        work = asyncio.create_task(
+            self._answered(next(self._numbers), request, parent, conversation, prompt_tokens, limit)
+        )
+        work.add_done_callback(retrieved)
+        self._answering.append(Answering(request, len(asked), work))
+        return self._answering[-1]
+
+    async def read(self, asked: Answering) -> AgentReply:
+        """Waits for the reply, and records it. If all readers leave, it is given up after `REJOIN_S`.
+
+        Raises ApiError: the generation failed, or the agent has returned."""
+        asked.num_readers += 1
+        try:
+            node = await asyncio.shield(asked.work)
+        except asyncio.CancelledError:
+            asyncio.get_running_loop().call_later(REJOIN_S, self._give_up, asked)
+            raise
+        finally:
+            asked.num_readers -= 1
+        # The agent may have returned during the generation: a reply that nobody reads must not be trained.
+        if self.closed:
+            raise ApiError(409, "the agent of this conversation has returned")
+        if not asked.is_read:
+            asked.is_read = True
             self.nodes.append(node)
-            return reply
+            self.nodes.sort(key=lambda node: node.number)
+        return node.reply
+
+    def num_tokens(self, request: AgentRequest) -> int:
+        """Of its prompt. Raises ApiError."""
+        request = replace(request, messages=self._stored(request))
+        return len(self._placed(request, self._continued(request))[0].token_ids)
+
+    def _give_up(self, asked: Answering) -> None:
+        if not asked.num_readers and not asked.is_read and asked in self._answering:
+            asked.work.cancel()
+            self._answering.remove(asked)
+
+    def _refused(self, message: str, code: str, param: str | None = None) -> ApiError:
+        self.limit_reached.set()
+        return ApiError(400, message, param=param, code=code)
+
+    async def _answered(
+        self,
+        number: int,
+        request: AgentRequest,
+        parent: _Node | None,
+        conversation: Conversation,
+        prompt_tokens: int,
+        limit: int,
+    ) -> _Node:
+        asked = conversation.token_ids
+        try:
+            made = await self.session.generate(asked, limit, request.stop)
+        except Exception as error:
+            self.failure = error
+            raise ApiError(500, f"the generation failed: {error}", code="generation_failed") from error
+        conversation.add_response(made)
+        further = self._token_fields(request, made)
+        end = End(made.finish_reason, len(asked), len(made.token_ids), made.segments[-1].version, of_choice=further)
+        reply = reply_of(self._parts(request, made), number, end)
+        tools = request.tools or (() if parent is None else parent.tools)
+        messages = *request.messages, reply.message
+        return _Node(number, messages, tools, conversation, made, prompt_tokens, parent, request.stop, reply)
+
+    def _parts(self, request: AgentRequest, made: Generation) -> list[Part]:
+        """Thoughts, text and calls of a reply."""
+        chat = self.session.chat
+        form = CallFormat(self.parser, request.signatures, request.one_call) if request.tools else None
+        splitter = ReplySplitter(chat.thinking, form)
+        said = _up_to(chat.decode_turn(made.token_ids), request.stop)
+        parts = joined_parts([*splitter.feed(said), *splitter.finish()])
+        if said == _up_to(chat.decode_text(made.token_ids), request.stop):
+            return list(parts)
+        # Special tokens, in which some formats write calls and thoughts, are left out of the text.
+        return [p if isinstance(p, ToolCall) else type(p)(chat.decode_text(chat.encode(p))) for p in parts]
+
+    def _token_fields(self, request: AgentRequest, made: Generation) -> dict[str, Any]:
+        """What a choice has on request, by vLLM's names: ids and log-probabilities of the tokens."""
+        found: dict[str, Any] = {}
+        if request.token_ids:
+            found = {"token_ids": made.token_ids.tolist(), "prompt_token_ids": made.prompt_ids.tolist()}
+        if request.logprobs:
+            alone = (self.session.chat.decode_turn(made.token_ids[i : i + 1]) for i in range(len(made.token_ids)))
+            told = zip(alone, made.logprobs.tolist(), strict=True)
+            found["logprobs"] = {"content": [logprob_of(text, logprob) for text, logprob in told]}
+        return found
 
     def _stored(self, request: AgentRequest) -> tuple[Mapping[str, Any], ...]:
         """Its messages, with images by their keys. Raises ApiError: one is no image, or the model reads none."""
@@ -182,20 +295,20 @@ class AgentSession:
         chat = self.session.chat
         try:
             if node is None:
-                prompt_ids = chat.prompt(with_names(request.messages), self._tools(request))
+                prompt_ids = chat.prompt(with_wish(with_names(request.messages), request.wish), self._tools(request))
                 return Conversation(prompt_ids), len(prompt_ids)
-            new = with_names(request.messages)[len(node.messages) :]
+            new = with_wish(with_names(request.messages)[len(node.messages) :], request.wish)
             conversation = node.conversation.fork()
             conversation.add_environment(chat.next_turn(node.last.token_ids, new, with_tools=bool(node.tools)))
             return conversation, node.prompt_tokens
         except DataError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
 
-    def _answered(self, request: AgentRequest) -> AgentReply | None:
-        """The reply to the same request, if no other continued it."""
+    def _asked_before(self, request: AgentRequest) -> Answering | None:
+        """The last equal request, if no other continued its reply."""
         continued = {id(node.parent) for node in self.nodes}
-        same = [node for node in self.nodes if node.asked == request]
-        return next((node.reply for node in same[::-1] if id(node) not in continued), None)
+        same = (asked for asked in self._answering[::-1] if asked.request == request)
+        return next((a for a in same if not (a.is_read and id(a.work.result()) in continued)), None)
 
     def _continued(self, request: AgentRequest) -> _Node | None:
         """The longest node that the request continues; of equally long ones the one whose messages it repeats to the
@@ -263,6 +376,7 @@ def _same(kept: Mapping[str, Any], sent: Mapping[str, Any]) -> bool:
     return (
         kept["role"] == sent["role"]
         and kept["content"].strip() == sent["content"].strip()
+        and kept.get("reasoning_content", "").strip() == sent.get("reasoning_content", "").strip()
         and kept.get("tool_calls", []) == sent.get("tool_calls", [])
         and kept.get("tool_call_id") == sent.get("tool_call_id")
     )

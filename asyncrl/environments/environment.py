@@ -64,8 +64,8 @@ class Environment(Protocol):
         """(async) One trajectory. An exception fails the attempt at the group, never the run.
 
         After a restart it is called again with a session that replays the recorded responses. Its requests should
-        therefore depend only on the task and the responses. From the first request that differs, the record is dropped
-        and responses are generated again.
+        therefore depend only on the task and the responses. A request that differs from the recorded ones is generated
+        anew.
         """
         ...
 

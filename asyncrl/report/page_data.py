@@ -132,7 +132,7 @@ def _sample(sample: Mapping[str, Any]) -> dict[str, Any]:
     ends = sample.get("token_ends")
     return {
         key: sample.get(key)
-        for key in ("ordinal", "attempt", "prompt", "response", "ground_truth", "reward", "segments")
+        for key in ("ordinal", "attempt", "prompt", "response", "ground_truth", "reward", "segments", "branches")
     } | {
         "finish": sample.get("finish_reason"),
         "ends": None if ends is None else ends[:MAX_TOKENS],

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,10 @@ from asyncrl.json_records import append_line, write_json
 from asyncrl.rollout.draft import Span
 from asyncrl.types import Ticket, Trajectory, TrajectoryGroup
 
+MAX_PROMPT_CHARS = 8000
+"""Of what an agent sent, from its end."""
+_SHOWN = 40
+"""Tokens of the texts at which branches part."""
 _TOKENS_AT_ONCE = 32
 """Tokens decoded between two turns of the event loop, each with a few before it: about 1 ms."""
 
@@ -69,8 +74,24 @@ class SampleFile:
                 if self._hide(response) != response
                 else await _token_ends(trajectory, response, decode),
                 "logprobs": [round(float(logprob), 4) for logprob in trajectory.logprobs],
+                **_of_agent(trajectory, decode),
             }
             append_line(self._path, self._hide(write_json(record)))
+
+
+def _of_agent(trajectory: Trajectory, decode: Callable[[np.ndarray], str]) -> dict[str, Any]:
+    """The end of what an agent sent, and its branches, with the texts at which each leaves the main conversation. Empty
+    for other environments."""
+    if "agent_requests" not in dict(trajectory.reward_parts):
+        return {}
+    whole, *others = (np.concatenate([t.prompt_ids, t.response_ids]) for t in (trajectory, *trajectory.branches))
+    branches = []
+    for branch, ids in zip(trajectory.branches, others, strict=True):
+        size = min(len(whole), len(ids))
+        at = int(np.argmin(np.append(whole[:size] == ids[:size], False)))
+        parting = {"at_token": at, "text": decode(ids[at : at + _SHOWN]), "main_text": decode(whole[at : at + _SHOWN])}
+        branches.append({"response": decode(branch.response_ids), "turns": branch.turns, **parting})
+    return {"prompt": decode(trajectory.prompt_ids)[-MAX_PROMPT_CHARS:], "branches": branches}
 
 
 async def _token_ends(trajectory: Trajectory, response: str, decode: Callable[[np.ndarray], str]) -> list[int] | None:

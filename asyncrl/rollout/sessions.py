@@ -46,9 +46,9 @@ class RolloutSession:
     """The session of one trajectory's environment.
 
     Args:
-        recorded: calls of this trajectory before the checkpoint. While the environment repeats them it gets the
-            recorded tokens; the first unfinished response continues after its recorded tokens. The first prompt that
-            differs drops the rest of the record.
+        recorded: calls of this trajectory before the checkpoint. For a prompt that one of them had, the environment
+            gets its tokens; an unfinished response continues after its recorded tokens. A response whose prompt does
+            not come again is not used.
         spans: gets the spans of requests and rewards; None: not recorded.
     """
 
@@ -65,7 +65,7 @@ class RolloutSession:
         self._sampling = sampling
         self._session_id = session_id
         self._seed = seed
-        self._replay = tuple(recorded)
+        self._replay = list(recorded)
         self._calls: list[Generation | _OpenCall] = []
         self._closed = False
         self.spans = spans
@@ -88,7 +88,7 @@ class RolloutSession:
         number = len(self._calls)
         prompt_ids = np.array(prompt_ids, np.int32)  # a copy: the environment may change its own array
         # Replay: a finished call of the record is returned as it is.
-        prior = self._recorded(number, prompt_ids)
+        prior = self._recorded(prompt_ids)
         if prior is not None and prior.finish_reason != "abort":
             self._calls.append(prior)
             return prior
@@ -126,22 +126,19 @@ class RolloutSession:
 
     @property
     def calls(self) -> tuple[Generation, ...]:
-        """Every call with its tokens so far, then the recorded calls that were not replayed yet."""
+        """Every call with its tokens so far, then the recorded calls that did not come again yet."""
         made = (c.draft.generation(c.prompt_ids) if isinstance(c, _OpenCall) else c for c in self._calls)
-        return (*made, *self._replay[len(self._calls) :])
+        return (*made, *self._replay)
 
     async def _require_open(self) -> None:
         if self._closed:
             await asyncio.sleep(REFUSED_S)
             raise GenerationError("this attempt has ended: it failed, was too slow, or was given up")
 
-    def _recorded(self, number: int, prompt_ids: np.ndarray) -> Generation | None:
-        if number >= len(self._replay):
-            return None
-        if not np.array_equal(self._replay[number].prompt_ids, prompt_ids):
-            self._replay = self._replay[:number]
-            return None
-        return self._replay[number]
+    def _recorded(self, prompt_ids: np.ndarray) -> Generation | None:
+        """Takes the first recorded call with this prompt: an agent's concurrent requests come in any order."""
+        same = (i for i, call in enumerate(self._replay) if np.array_equal(call.prompt_ids, prompt_ids))
+        return None if (found := next(same, None)) is None else self._replay.pop(found)
 
 
 @dataclass(slots=True, eq=False)

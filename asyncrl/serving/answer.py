@@ -44,6 +44,13 @@ class Question:
     calls: CallFormat | None = None
     json_schema: str | None = None
 
+    def within(self, max_model_len: int) -> Question:
+        """The question, asking for at most the tokens that the model has room for."""
+        room = max_model_len - len(self.prompts[0])
+        if room < 1 or (self.options.longest or 0) <= room:
+            return self
+        return replace(self, options=self.options.model_copy(update={"max_tokens": room}))
+
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.options.n

@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -24,10 +24,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from asyncrl.chat import http
+from asyncrl.chat.anthropic import COUNT_TOKENS, MESSAGES, without_length
 from asyncrl.chat.connection_limits import SPARE_CONNECTIONS, ConnectionLimiter, ConnectionLimits, connections_that_fit
 from asyncrl.chat.dialects import DIALECTS
-from asyncrl.chat.fields import ApiError, bad_field, parsed, short
-from asyncrl.chat.messages import for_template, signatures, with_names
+from asyncrl.chat.fields import ApiError, bad_field, parsed
+from asyncrl.chat.messages import for_template, signatures, wish, with_names, with_wish
 from asyncrl.chat.reply import Dialect
 from asyncrl.chat.server import Server
 from asyncrl.data.call_splitter import CallFormat
@@ -99,6 +100,7 @@ class Api:
             ("POST", "/v1/chat/completions", self._limited(self._chat)),
             ("POST", "/v1/completions", self._limited(self._completion)),
             *(("POST", path, self._limited(partial(self._in_dialect, d))) for path, d in DIALECTS.items()),
+            ("POST", COUNT_TOKENS, self._limited(self._count)),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{id:path}", self._one_model),
             ("GET", "/health", self._health),
@@ -186,40 +188,43 @@ class Api:
         body = await self._body(request)
         try:
             question = await self._chat_question(request, dialect.to_chat(body))
+            if dialect is MESSAGES:  # its clients ask for more than most models have
+                question = question.within(self.model.text.max_model_len)
             assert isinstance(body, dict), "to_chat has checked it"
             reply = dialect.reply(self.model.name, body)
             return await self._respond(request, question, DialectBodies(question, reply))
         except ApiError as e:
             raise dialect.renamed(e) from e
 
+    async def _count(self, request: Request) -> Response:
+        body = MESSAGES.to_chat(without_length(await self._body(request)))
+        (prompt,) = (await self._chat_question(request, body)).prompts
+        return JSONResponse({"input_tokens": len(prompt)})
+
     async def _chat_question(self, request: Request, body: object) -> Question:
         """The question of a chat completion's body. Raises ApiError."""
         asked = parsed(ChatRequest, body)
         assert isinstance(body, dict), "it was parsed"
         self._require_model(asked.model)
-        guide = self._guide(asked, body)
-        messages = with_names([for_template(message) for message in asked.messages])
         tools = tuple(body["tools"]) if asked.calls_tools else ()
+        messages = with_names([for_template(message) for message in asked.messages])
+        # The engine guides the reply, if it can. What it cannot guide is asked for in the prompt.
+        guided = self.model.guided and (asked.forced or not tools)
+        schema = forced_call(asked, tools) if asked.forced else asked.guide
+        guide = json.dumps(schema) if guided and schema is not None else None
+        if not guided:
+            messages = with_wish(
+                messages, wish(asked.guide, body.get("tool_choice"), [t["function"]["name"] for t in tools])
+            )
         prompt = await asyncio.to_thread(self.model.text.chat, messages, tools)
         calls = None
         if tools:
-            parser = "json" if asked.forced else self.model.text.parser  # guided calls are bare JSON
-            single = asked.forced or not asked.parallel_tool_calls
+            is_guided = asked.forced and guided
+            parser = "json" if is_guided else self.model.text.parser  # guided calls are bare JSON
+            single = is_guided or not asked.parallel_tool_calls
             calls = await asyncio.to_thread(CallFormat, parser, signatures(tools), single)
         question = self._question(request, (prompt,), asked)
         return replace(question, calls=calls, json_schema=guide)
-
-    def _guide(self, asked: ChatRequest, body: Mapping[str, Any]) -> str | None:
-        """The JSON schema of the reply, as text. Raises ApiError: the engine has no guided decoding."""
-        schema = forced_call(asked, body["tools"]) if asked.forced else asked.guide
-        if schema is None:
-            return None
-        if not self.model.guided:
-            name = "tool_choice" if asked.forced else "response_format"
-            found = f"{name}: {short(body[name])} needs guided decoding, which the engine of this server does not have"
-            do = "ask without it, or serve with --engine vllm"
-            raise ApiError(400, f"{found}; {do}", param=name, code="unsupported_parameter")
-        return json.dumps(schema)
 
     async def _completion(self, request: Request) -> Response:
         asked = parsed(CompletionRequest, await self._body(request))
@@ -384,7 +389,7 @@ async def _next(events: AsyncGenerator[Event, None]) -> Event:
 
 def _refused(path: str, error: ApiError) -> Response:
     """The error in the form of the requested API."""
-    dialect = DIALECTS.get(path)
+    dialect = MESSAGES if path == COUNT_TOKENS else DIALECTS.get(path)
     return http.error_response(error, None if dialect is None else dialect.error(error))
 
 

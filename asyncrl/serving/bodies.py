@@ -11,16 +11,26 @@ from typing import Any
 
 from asyncrl.chat.fields import ApiError
 from asyncrl.chat.http import frame
-from asyncrl.chat.reply import DONE, End, Event, Reply, call_body, call_id, head, made_call, usage, written_parts
-from asyncrl.data.call_splitter import Part
+from asyncrl.chat.reply import (
+    COMMENT,
+    DONE,
+    PING_S,
+    End,
+    Event,
+    Reply,
+    call_body,
+    call_id,
+    head,
+    logprob_of,
+    made_call,
+    usage,
+    written_parts,
+)
+from asyncrl.data.call_splitter import Part, text_in, thought_in
 from asyncrl.data.tool_calls import ToolCall
 from asyncrl.serving.answer import Question, WholeChoice
 from asyncrl.serving.choice import Delta, Finished, SampledToken
 
-PING_S = 5.0
-"""Longest silence of a stream while the model generates: proxies close silent connections."""
-_COMMENT = ": the model is writing\n\n"
-"""Ignored by clients of server-sent events."""
 _LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""
 
@@ -122,13 +132,17 @@ class ChatBodies(Bodies):
 
     def _content(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if thought := thought_in(delta.parts):
+            message["reasoning_content"] = thought
         if calls := [call_body(made_call(part, call_id())) for part in delta.parts if isinstance(part, ToolCall)]:
             message |= {"content": delta.text or None, "tool_calls": calls}
         return {"message": message, "logprobs": self._logprobs(delta.sampled)}
 
     def _piece(self, index: int, parts: Sequence[Part], sampled: Sequence[SampledToken], first: bool) -> dict[str, Any]:
-        text = "".join(part for part in parts if isinstance(part, str))
+        text = text_in(parts)
         delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+        if thought := thought_in(parts):
+            delta["reasoning_content"] = thought
         if calls := [part for part in parts if isinstance(part, ToolCall)]:
             begun = self._num_calls[index]
             self._num_calls[index] += len(calls)
@@ -140,11 +154,7 @@ class ChatBodies(Bodies):
     def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any] | None:
         if not self._options.logprobs:
             return None
-        content = [
-            {"token": s.text, "logprob": max(s.logprob, _LEAST_LOGPROB), "bytes": _bytes(s.text), "top_logprobs": []}
-            for s in sampled
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": [logprob_of(s.text, s.logprob) for s in sampled], "refusal": None}
 
     def _prompt_of_request(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._question.prompts[0].tolist()} if self._options.return_token_ids else {}
@@ -157,8 +167,7 @@ class CompletionBodies(Bodies):
         return {"text": delta.text, "logprobs": self._logprobs(delta.sampled)}
 
     def _piece(self, index: int, parts: Sequence[Part], sampled: Sequence[SampledToken], first: bool) -> dict[str, Any]:
-        text = "".join(part for part in parts if isinstance(part, str))
-        return {"text": text, "logprobs": self._logprobs(sampled) if sampled else None}
+        return {"text": text_in(parts), "logprobs": self._logprobs(sampled) if sampled else None}
 
     def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any] | None:
         if not self._options.logprobs:
@@ -206,7 +215,7 @@ class DialectBodies:
         now, ping = self._clock(), self._reply.ping
         frames = [frame(data, name) for name, data in events]
         if not frames and now - self._sent_at >= PING_S:
-            frames = [_COMMENT if ping is None else frame(ping[1], ping[0])]
+            frames = [COMMENT if ping is None else frame(ping[1], ping[0])]
         if frames:
             self._sent_at = now
         return iter(frames)
@@ -240,8 +249,3 @@ def _end_of(finished: Finished) -> dict[str, Any]:
         "stop_reason": finished.stop_reason,
         "weight_versions": [asdict(span) for span in finished.versions],
     }
-
-
-def _bytes(text: str) -> list[int] | None:
-    """None if the token holds only part of a character."""
-    return None if "\ufffd" in text else list(text.encode())

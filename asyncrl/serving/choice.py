@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.data.call_splitter import CallFormat, CallSplitter, Part, joined_parts
+from asyncrl.data.call_splitter import CallFormat, Part, ReplySplitter, joined_parts, text_in
 from asyncrl.data.incremental_decoder import Decode, IncrementalDecoder
+from asyncrl.data.rows import Thinking
 from asyncrl.data.stop_strings import StopStrings, StopTable
 from asyncrl.serving.model_text import ModelText
 from asyncrl.serving.protocol import Options
@@ -35,7 +36,8 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Final text and tool calls of choice `index`. `sampled` is empty unless log-probabilities were requested."""
+    """Final text, thoughts and tool calls of choice `index`. `sampled` is empty unless log-probabilities were
+    requested."""
 
     index: int
     parts: tuple[Part, ...]
@@ -46,8 +48,8 @@ class Delta:
 
     @property
     def text(self) -> str:
-        """The text without calls."""
-        return "".join(part for part in self.parts if isinstance(part, str))
+        """The text without thoughts and calls."""
+        return text_in(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +73,18 @@ class ChoiceForm:
     Attributes:
         stops: the table of the request's stop strings.
         calls: how a response may call tools; None: text only.
-        decode: token ids to text, without special tokens unless the request shows them or calls are written with them.
+        thinking: marks of thoughts; None: thoughts are text.
+        decode: token ids to text, without special tokens unless the request shows them, or calls or thoughts are
+            written with them.
     """
 
     def __init__(self, text: ModelText, options: Options, calls: CallFormat | None) -> None:
         self.options = options
         self.stops = StopTable(options.stop)
         self.calls = calls
-        hidden = options.skip_special_tokens and not text.hides(() if calls is None else calls.marks)
+        self.thinking: Thinking | None = text.thinking if options.splits_thoughts else None
+        marks = () if self.thinking is None else (self.thinking.opening, self.thinking.closing)
+        hidden = options.skip_special_tokens and not text.hides((*marks, *(() if calls is None else calls.marks)))
         self.decode: Decode = text.decode if hidden else text.decode_with_special_tokens
 
 
@@ -102,7 +108,7 @@ class Choice:
         self._text = text
         self._options = options
         self._stop_ids = frozenset(stop_token_ids)
-        self._calls = None if calls is None else CallSplitter(calls)
+        self._splitter = ReplySplitter(form.thinking, calls)
         self._by_token = bool(options.stop or options.logprobs or (calls is not None and calls.single))
         self._decoder = IncrementalDecoder(form.decode, prompt_ids[-8:].tolist())
         self._stops = StopStrings(form.stops)
@@ -114,7 +120,7 @@ class Choice:
     @property
     def stopped(self) -> bool:
         """A stop string was found, or the only call is complete: further tokens are not part of the response."""
-        return self._stops.found is not None or (self._calls is not None and self._calls.done)
+        return self._stops.found is not None or self._splitter.done
 
     def feed(self, chunk: TokenChunk, replica_id: int) -> Delta:
         ids = chunk.token_ids.tolist()
@@ -127,7 +133,7 @@ class Choice:
             if self._options.logprobs:
                 alone = self._text.decode_with_special_tokens(some)
                 sampled.append(SampledToken(alone, float(chunk.logprobs[kept]), self._num_characters))
-            parts += self._parts_of(self._text_of(some))
+            parts += self._splitter.feed(self._text_of(some))
             kept += len(some)
         # Tokens after the end of the response were sampled, but do not count.
         self._extend(chunk.version, kept)
@@ -140,10 +146,8 @@ class Choice:
             tail = self._stops.feed(self._decoder.finish())
             tail += self._stops.finish()
         reason = "stop" if self.stopped else reason
-        parts = self._parts_of(tail)
-        if self._calls is not None:
-            parts = joined_parts([*parts, *self._calls.finish()])
-        called = self._calls is not None and self._calls.num_calls > 0
+        parts = joined_parts([*self._splitter.feed(tail), *self._splitter.finish()])
+        called = self._splitter.num_calls > 0
         return Finished(
             index=self._index,
             parts=parts,
@@ -167,11 +171,6 @@ class Choice:
         piece = self._decoder.feed(ids)
         self._num_characters += len(piece)
         return self._stops.feed(piece) if self._num_tokens > self._options.min_tokens else piece
-
-    def _parts_of(self, text: str) -> tuple[Part, ...]:
-        if self._calls is not None:
-            return self._calls.feed(text)
-        return (text,) if text else ()
 
     def _extend(self, version: int, count: int) -> None:
         if count == 0:

@@ -11,7 +11,7 @@ from asyncrl.chat.fields import ApiError, bad_field
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.data.chat import Chat
-from asyncrl.data.rows import SENT_IMAGE
+from asyncrl.data.rows import SENT_IMAGE, Thinking
 from asyncrl.data.tokenizer import load_tokenizer, stop_token_ids
 from asyncrl.data.tool_calls import CallParser, parser_for, template_text, tools_for
 from asyncrl.errors import DataError
@@ -97,6 +97,11 @@ class ModelText:
             found = f"{param}: {num_characters} characters, the model's context holds {self.max_model_len} tokens"
             found += f", at most {self._max_characters} characters"
             raise ApiError(400, f"{found}; shorten the text", param=param, code="context_length_exceeded")
+
+    @property
+    def thinking(self) -> Thinking:
+        """The marks of thoughts in replies to chats."""
+        return self._chat.thinking
 
     def hides(self, texts: Iterable[str]) -> bool:
         """Whether one of these texts has a special token, which `decode` omits."""

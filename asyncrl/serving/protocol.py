@@ -7,7 +7,7 @@ or an empty list.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -25,7 +25,7 @@ from asyncrl.chat.fields import (
     unsupported,
     whole,
 )
-from asyncrl.chat.messages import MAX_TOOLS, Calls, Name, OfferedTool
+from asyncrl.chat.messages import MAX_TOOLS, WRITTEN_BY_CLIENTS, ChatMessage, NamedTool, OfferedTool, ResponseFormat
 from asyncrl.inference.shared.request_checks import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
 
 MAX_CHOICES = 128
@@ -122,14 +122,10 @@ class StreamOptions(Fields):
     continuous_usage_stats: Literal[False] = False
 
 
-class Message(Fields):
+class Message(ChatMessage):
     model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": _NOTHING_SCHEMA})
 
-    role: str
-    content: Annotated[Text, WithJsonSchema({"anyOf": [*_TEXT_SCHEMA, {"type": "null"}]})]
-    name: Name = None
-    tool_call_id: Name = None
-    tool_calls: Calls = None
+    content: Annotated[Text, WithJsonSchema({"anyOf": [*_TEXT_SCHEMA, {"type": "null"}]})]  # type: ignore[misc]
 
     @model_validator(mode="before")
     @classmethod
@@ -137,39 +133,9 @@ class Message(Fields):
         if not isinstance(message, dict):
             return message
         for name, value in message.items():
-            if value and name not in cls.model_fields:
+            if value and name not in cls.model_fields and name not in WRITTEN_BY_CLIENTS:
                 raise PydanticCustomError(NOT_SERVED, "{name}", {"name": name})
         return {**message, "content": ""} if message.get("tool_calls") and message.get("content") is None else message
-
-
-class NamedFunction(Fields):
-    name: Annotated[str, Field(min_length=1)]
-
-
-class NamedTool(Fields):
-    """The choice of one tool."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class JsonSchema(Fields):
-    model_config = ConfigDict(extra="ignore")
-
-    name: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(Fields):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @property
-    def guide(self) -> dict[str, Any] | None:
-        """The schema of the answer; None: any text."""
-        if self.type == "json_schema":
-            return {} if self.json_schema is None else self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
 
 
 class Options(Served):
@@ -177,6 +143,8 @@ class Options(Served):
 
     harmless = HARMLESS
     information = INFORMATION
+    splits_thoughts: ClassVar[bool] = True
+    """Thoughts leave apart from the text."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] = 1
@@ -236,8 +204,6 @@ class ChatRequest(Options):
         form = self.response_format
         if form is not None and form.type == "json_schema" and form.json_schema is None:
             raise bad_field("response_format", "json_schema is missing", "send the schema")
-        if self.calls_tools and self.guide is not None:
-            raise bad_field("response_format", "a reply with a schema calls no tools", "leave tools or the schema out")
         return self
 
     @property
@@ -261,6 +227,8 @@ class ChatRequest(Options):
 
 
 class CompletionRequest(Options):
+    splits_thoughts = False
+
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptText | PromptIds | Prompts)]
     max_tokens: Length | None = 16
 

@@ -1,7 +1,9 @@
 """Agents written against the real OpenAI client, in front of a scripted policy."""
 
+import asyncio
 import json
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -48,7 +50,7 @@ async def streams(base_url, api_key, task):
         if piece.choices:
             text += piece.choices[0].delta.content or ""
         else:
-            assert piece.usage.completion_tokens == len(text) + 1
+            assert piece.usage.completion_tokens in (len(text) + 1, len("<think>hm</think>one") + 1)
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "two"}]
     await ask(client, messages)
 
@@ -86,6 +88,26 @@ async def asks_nothing(base_url, api_key, task):
     return "42"
 
 
+async def asks_again_and_again(base_url, api_key, task):
+    """As harnesses with retries of their own do it, whatever the error."""
+    messages, error = [{"role": "user", "content": "go"}], ""
+    while True:
+        try:
+            await ask(client_of(base_url, api_key), [*messages, {"role": "user", "content": error}])
+        except openai.BadRequestError as refused:
+            error = str(refused)
+            await asyncio.sleep(0.01)
+
+
+async def answers_with_the_refusal(base_url, api_key, task):
+    client, messages = client_of(base_url, api_key), [{"role": "user", "content": "go"}]
+    try:
+        for _ in range(9):
+            await ask(client, messages)
+    except openai.BadRequestError as refused:
+        return refused.message
+
+
 async def swallows(base_url, api_key, task):
     try:
         await ask(client_of(base_url, api_key), [{"role": "user", "content": "go"}])
@@ -100,7 +122,6 @@ async def asks_what_is_not_served(base_url, api_key, task):
         ("n", {"n": 2}),
         ("functions", {"extra_body": {"functions": [{"name": "add"}]}}),
         ("logit_bias", {"logit_bias": {"1": 5}}),
-        ("logprobs", {"logprobs": True}),
         ("max_tokens", {"max_tokens": 0}),
         ("stream_options", {"extra_body": {"stream_options": [1]}}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "add", "parameters": [1]}}]}),
@@ -118,7 +139,16 @@ async def asks_what_is_not_served(base_url, api_key, task):
             await ask(client, [*messages, {"role": "assistant", "content": "", "tool_calls": calls}])
         assert error.value.param == "messages"
     assert [m.id for m in (await client.models.list()).data] == ["policy"]
-    return await ask(client, messages)
+    assert (await client.models.retrieve("any")).id == "any"
+    with pytest.raises(openai.NotFoundError, match="/v1/responses"):
+        await client.embeddings.create(model="any", input="text")
+    options = {"logprobs": True, "extra_body": {"return_token_ids": True}}
+    answer = await client.chat.completions.create(model="any", messages=messages, **options)
+    (choice,) = answer.choices
+    told = [(token.token, token.logprob) for token in choice.logprobs.content]
+    assert told == [(letter, -1) for letter in (*"fine", "")]
+    assert len(choice.token_ids) == len(told) < len(choice.prompt_token_ids)
+    return choice.message.content
 
 
 async def calls_a_tool_by_responses(base_url, api_key, task):
@@ -149,6 +179,9 @@ async def calls_a_tool_by_messages(base_url, api_key, task):
     options = {"model": "any", "max_tokens": 200}
     options["tools"] = [{"name": "add", "description": "adds", "input_schema": schema["parameters"]}]
     messages = [{"role": "user", "content": task.row.messages[-1].content}]
+    assert (await client.messages.count_tokens(model="any", messages=messages)).input_tokens > 5
+    with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+        await client.messages.batches.list()
     # What Claude Code sends, and a stop sequence that never comes.
     options |= {"stop_sequences": ["never said"], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     options["extra_body"] = {"context_management": {"edits": []}, "output_config": {"effort": "high"}}
@@ -274,6 +307,43 @@ async def test_an_agent_that_goes_on_for_ever_is_cut_off(run, overrides, turns):
 async def test_an_agent_that_exits_when_it_is_cut_off_is_one_that_was_cut_off(run):
     trajectory, _ = await run(exits_when_cut, *["I go on"] * 9, overrides=["rollout.agent.max_turns=2"])
     assert (trajectory.finish_reason, trajectory.turns) == ("length", 2)
+
+
+@pytest.mark.parametrize("agent", [asks_again_and_again, answers_with_the_refusal])
+async def test_after_a_limit_an_agent_is_ended_and_the_policys_last_reply_is_judged(run, agent):
+    overrides = ["rollout.agent.max_turns=2", "rollout.agent.grace_s=0.2"]
+    trajectory, session = await run(agent, "first", "last", overrides=overrides)
+    assert (trajectory.finish_reason, session.rewarded) == ("length", ["last"])
+
+
+async def test_a_stream_that_is_silent_shows_that_it_lives(run, monkeypatch):
+    monkeypatch.setattr("asyncrl.environments.agent_server.PING_S", 0.02)
+
+    async def agent(base_url, api_key, task):
+        asked = {"messages": [{"role": "user", "content": "go"}], "stream": True}
+        seen = []
+        headers, url = {"authorization": f"Bearer {api_key}"}, f"{base_url}/chat/completions"
+        async with httpx.AsyncClient() as client, client.stream("POST", url, json=asked, headers=headers) as response:
+            async for line in response.aiter_lines():
+                if line:
+                    seen.append(line)
+                if seen.count(": the model is writing") == 2:
+                    go.set()
+        assert (seen[0][:6], seen[-1]) == ("data: ", "data: [DONE]")
+        assert json.loads(seen[0][6:])["choices"][0]["delta"]["role"] == "assistant"
+
+    go = asyncio.Event()
+    generate = ScriptedSession.generate
+
+    async def late(self, *args):
+        await go.wait()
+        return await generate(self, *args)
+
+    monkeypatch.setattr(ScriptedSession, "generate", late)
+    monkeypatch.setitem(globals(), "streams", agent)
+    agent.__name__ = "streams"
+    _, session = await run(agent, "done")
+    assert session.rewarded == ["done"]
 
 
 async def test_an_agent_that_raises_or_asks_nothing_fails_the_attempt(run):

@@ -85,6 +85,18 @@ async def test_a_replay_comes_to_the_same_tokens(replies, settings):
     assert client.sampling == [replace(sampling, max_tokens=min(400, session.budgets[-1]))]
 
 
+async def test_concurrent_requests_come_in_any_order_in_a_replay():
+    chat, made = chat_with(), []
+    session = ScriptedSession(chat, "one", "two")
+    for prompt in ([1, 2], [1, 3]):
+        made.append(await session.generate(np.array(prompt)))
+    again = RolloutSession(SessionTools(Client(None), chat, score), SamplingParams(max_tokens=9), "", 0, made)
+    assert await again.generate(np.array([1, 3])) is made[1]
+    assert again.calls == (made[1], made[0])
+    assert await again.generate(np.array([1, 2])) is made[0]
+    assert again.calls == (made[1], made[0])
+
+
 async def test_a_request_adds_to_the_texts_that_end_a_response():
     found = []
 

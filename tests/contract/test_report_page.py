@@ -75,6 +75,7 @@ def test_images_are_shown_where_they_stand(tmp_path):
         "segments": [[0, 1, 0, 0, "policy"], [1, 7, 0, 0, "environment"]],
         "token_ends": [1, 9, 16, 23, 30, 30, 31],  # as four tokens with the key, and one more, are written
         "logprobs": [-1.0, 0, 0, 0, 0, 0, 0],
+        "branches": [{"response": "<other>", "turns": 1, "at_token": 7, "text": "anew", "main_text": "as before"}],
     }
     (path / "samples.jsonl").write_text("\n".join([*lines, json.dumps(sample)]) + "\n")
     assert main([str(path)]) == 0
@@ -83,6 +84,8 @@ def test_images_are_shown_where_they_stand(tmp_path):
     found = re.search(r'<div class="tokens">look .*?</details>', dom, re.DOTALL)[0]
     assert len(re.findall(rf'<img src="data:image/png;base64,[^"]+" alt="{key}">', found)) == 2
     assert f"[image {'0' * 28}]" in found, "lost"
+    assert 'from token 7 on "anew", where the conversation above has "as before"' in found
+    assert '<div class="tokens">&lt;other&gt;</div>' in found
     assert key not in re.sub(r"<img[^>]*>", "", found)
 
 

@@ -116,27 +116,27 @@ async def test_what_is_no_call_stays_text_and_no_tools_means_none():
         assert min(prompts) < 30, "a request that forbids tools does not name them"
 
 
-async def test_what_needs_guided_decoding_is_refused_by_name_or_handed_to_the_engine():
+async def test_the_asked_form_of_a_reply_is_guided_or_asked_for_in_the_prompt():
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     named = {"type": "function", "function": {"name": "add"}}
     asked = [
-        ("tool_choice", {"tools": [TOOL], "tool_choice": "required"}),
-        ("tool_choice", {"tools": [TOOL], "tool_choice": named}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
-        (
-            "response_format",
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
-        ),
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": named},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
     ]
-    async with serving() as served:
-        for param, body in asked:
-            error = (await served.post("/v1/chat/completions", {**ASK, **body})).json()["error"]
-            assert (error["param"], error["code"]) == (param, "unsupported_parameter")
-            assert "guided decoding" in error["message"]
-            assert "--engine vllm" in error["message"]
+    mixed = {"tools": [TOOL], "response_format": {"type": "json_object"}}
+    async with serving(**LONG) as served:
+        for body in (*asked, mixed):
+            answer = await served.post("/v1/chat/completions", {**ASK, **body})
+            assert answer.status_code == 200, answer.text
+        said = [served.text.decode(r.prompt_ids.tolist()) for r in served.engines[0].requests]
+        wishes = ["Call a tool now.", "Call the tool add now.", "Answer with nothing but JSON of this schema"]
+        wishes += [json.dumps(schema), 'If you call no tool, answer with nothing but JSON of this schema: {"type": "ob']
+        assert all(wish in text for wish, text in zip(wishes, said, strict=True)), said
     call = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
     async with serving(reply=call, guided=True, **LONG) as served:
-        for _, body in asked:
+        for body in asked:
             answer = await served.post("/v1/chat/completions", {**ASK, **body})
             assert answer.status_code == 200, answer.text
             message = answer.json()["choices"][0]["message"]
@@ -199,7 +199,6 @@ async def test_a_body_that_is_nested_deeply_is_refused_and_no_defect(path):
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"functions": [{"name": "add"}]}, "functions"),
         ({"tools": [{**TOOL, "function": {**TOOL["function"], "description": "x" * 200_000}}]}, "tools"),

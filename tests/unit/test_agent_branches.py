@@ -1,7 +1,9 @@
 """Agents whose requests are a tree of conversations: what of it is recorded, and that each sampled token is it once."""
 
 import asyncio
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.chat.fields import ApiError
-from asyncrl.environments.agent_requests import parse_request, whole
+from asyncrl.chat.reply import written_parts
+from asyncrl.environments.agent_requests import ChatReply, parse_request
 from asyncrl.environments.agent_session import AgentSession, TurnLimit
 from asyncrl.environments.environment import TrajectoryLimits
 from asyncrl.rewards import RewardResult
+from asyncrl.rollout.sample_files import SampleFile
 from asyncrl.types import Generation, Segment
-from tests.environments import chat_with
+from tests.environments import chat_with, task_of
 from tests.make import begun
 
 CHAT = chat_with()
@@ -85,12 +89,13 @@ def test_what_an_agent_leaves_under_way_is_in_no_trajectory():
         policy.generate = late
         stray = await begun(session.answer(ask))
         session.close()
+        assert session.judged_text("done") == "done"
         held.set()
         with pytest.raises(ApiError, match="has returned"):
             await stray
 
     asyncio.run(agent())
-    assert session.last_text() == "final answer"
+    assert session.judged_text(None) == "final answer"
     assert not session.trajectory(RewardResult(1.0)).branches
 
 
@@ -148,6 +153,21 @@ def test_what_a_sub_agent_says_between_two_requests_is_one_branch():
     np.testing.assert_array_equal(sub.prompt_ids, policy.made[1].prompt_ids)
 
 
+def test_samples_show_what_an_agent_sent_and_where_its_branches_part(tmp_path):
+    drawn = [(99, "draft", "one"), (0, "again", "bad"), (0, "better", "good")]
+    _, trajectory = conversed(drawn)
+    file, row = SampleFile(tmp_path / "samples.jsonl", 4, lambda text: text), task_of([1], "the row's").row
+    group = SimpleNamespace(trajectories=(trajectory,), ordinal=0, attempt=0)
+    asyncio.run(file.offer(group, SimpleNamespace(version=0), row, CHAT.decode_shown))
+    sample = json.loads((tmp_path / "samples.jsonl").read_text())
+    assert sample["prompt"].endswith("user\ndraft<|im_end|>\n<|im_start|>assistant\n")
+    (branch,) = sample["branches"]
+    assert (branch["response"], branch["turns"]) == ("bad", 1)
+    assert branch["text"].startswith("again")
+    assert branch["main_text"].startswith("better")
+    assert "better" in sample["response"]
+
+
 def test_a_fork_has_what_it_shares_as_its_prompt():
     drawn = [(99, "draft", "one"), (0, "again", "bad"), (1, "more", "worse"), (0, "better", "good")]
     policy, trajectory = conversed(drawn)
@@ -162,6 +182,14 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"propertie
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
 
 
+def message_of(reply):
+    """As clients read it."""
+    writer = ChatReply("m", {})
+    written_parts(writer, reply.parts)
+    writer.end(reply.end)
+    return writer.whole()["choices"][0]["message"]
+
+
 def two_turns(reply, written_anew, *, exact=False, **body):
     """The number of branches of an agent that sends the first reply back as `written_anew` makes it."""
     policy = Policy([reply, "done"])
@@ -170,7 +198,7 @@ def two_turns(reply, written_anew, *, exact=False, **body):
 
     async def agent():
         first = await session.answer(parse_request({"messages": messages, "tools": [ADD], **body}))
-        sent = whole(first, "m")["choices"][0]["message"]
+        sent = message_of(first)
         again = [*messages, *written_anew(sent), {"role": "user", "content": "and?"}]
         tools = {"tools": [ADD]} if "keeps_tools" not in body else {}
         await session.answer(parse_request({"messages": again, **tools}))
@@ -196,6 +224,8 @@ def as_called_by(message, call_id, content=None):
         (f"I add.\n{CALL}", lambda m: as_called_by(m, m["tool_calls"][0]["id"]), {}),
         (f"I add.\n{CALL}", lambda m: as_called_by(m, "call_abcdefghijklmnop", "I add."), {}),
         (f"<think>hm</think>{CALL}", lambda m: as_called_by(m, "toolu_01"), {}),
+        ("<think>hm</think>yes", lambda m: [{"role": "assistant", "content": "yes", "reasoning": " hm"}], {}),
+        (f"<think>hm</think>I add.\n{CALL}", lambda m: as_called_by(m, m["tool_calls"][0]["id"], ""), {}),
         ("x = 1</code>", lambda m: [{"role": "assistant", "content": f"{m['content']}</code>"}], {"stop": ["</code>"]}),
         ("fine", lambda m: [m], {"keeps_tools": False}),
     ],
@@ -225,6 +255,7 @@ def test_an_exact_match_tells_what_meaning_does_not():
     anew = {"role": "assistant", "content": "yes"}
     assert two_turns("<think>hm</think>yes", lambda m: [anew], exact=True) == 2
     assert two_turns("yes", lambda m: [{**anew, "content": " yes "}], exact=True) == 1
+    assert two_turns("<think>hm</think>yes", lambda m: [m], exact=True) == 1
 
 
 def test_of_two_replies_with_the_same_call_the_one_whose_id_comes_back_goes_on():
@@ -234,7 +265,7 @@ def test_of_two_replies_with_the_same_call_the_one_whose_id_comes_back_goes_on()
 
     async def agent():
         first, _ = [await session.answer(parse_request(ask)) for _ in range(2)]
-        sent = as_called_by(whole(first, "m")["choices"][0]["message"], "call_00100")
+        sent = as_called_by(message_of(first), "call_00100")
         await session.answer(parse_request({**ask, "messages": [*ask["messages"], *sent]}))
 
     asyncio.run(agent())
@@ -254,6 +285,90 @@ def test_a_request_that_is_sent_again_gets_the_same_reply_until_another_goes_on_
 
     asyncio.run(agent())
     assert session.num_requests == 3
+
+
+class Gated(Policy):
+    """Replies to a prompt when its last text is let through."""
+
+    def __init__(self, replies):
+        super().__init__(replies)
+        self.gates = {}
+
+    async def generate(self, prompt_ids, max_tokens=None, stop=()):
+        text = CHAT.decode(prompt_ids).split("user\n")[-1][0]
+        await self.gates.setdefault(text, asyncio.Event()).wait()
+        return await super().generate(prompt_ids)
+
+
+def asks(text, **options):
+    return replace(parse_request({"messages": [{"role": "user", "content": text}]}), **options)
+
+
+def test_requests_are_answered_concurrently_and_stand_in_the_order_in_which_they_came():
+    policy = Gated(["second", "first"])
+    session = AgentSession(policy, LIMITS, TurnLimit(2, "max_turns"), "hermes", all_branches=True)
+
+    async def agent():
+        first, second = [await begun(session.answer(asks(text))) for text in "ab"]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="max_turns"):  # two are under way
+            session.begin(asks("c"))
+        for text, reply in (("b", second), ("a", first)):
+            policy.gates[text].set()
+            await reply
+
+    asyncio.run(agent())
+    assert [node.reply.message["content"] for node in session.nodes] == ["first", "second"]
+
+
+@pytest.mark.parametrize("again", [{"is_repeated": True}, {"key": "k"}])
+def test_a_client_that_has_lost_its_connection_joins_the_answer_that_is_under_way(again):
+    policy = Gated(["one", "other"])
+    session = AgentSession(policy, LIMITS, TurnLimit(2, "max_turns"), "hermes", all_branches=True)
+    key = {name: value for name, value in again.items() if name == "key"}
+
+    async def agent():
+        lost = await begun(session.answer(asks("a", **key)))
+        await asyncio.sleep(0)
+        lost.cancel()
+        joined = await begun(session.answer(asks("a", **again)))
+        anew = await begun(session.answer(asks("a", **({"key": "other"} if key else {}))))
+        await asyncio.sleep(0)
+        policy.gates["a"].set()
+        assert (await joined).message["content"] == "one"
+        assert (await anew).message["content"] == "other"
+
+    asyncio.run(agent())
+    assert len(session.trajectory(RewardResult(1.0)).sequences) == len(policy.made) == 2
+
+
+def test_an_answer_that_nobody_comes_back_for_is_given_up(monkeypatch):
+    monkeypatch.setattr("asyncrl.environments.agent_session.REJOIN_S", 0.0)
+    policy = Gated(["one", "two"])
+    session = AgentSession(policy, LIMITS, TurnLimit(2, "max_turns"), "hermes", all_branches=True)
+
+    async def agent():
+        lost = await begun(session.answer(asks("a")))
+        await asyncio.sleep(0)
+        lost.cancel()
+        await asyncio.sleep(0.01)
+        policy.gates["a"].set()
+        await session.answer(asks("a", is_repeated=True))
+
+    asyncio.run(agent())
+    assert len(policy.made) == len(session.nodes) == 1
+
+
+def test_the_text_of_a_refusal_is_never_judged():
+    session = AgentSession(Policy(["said"]), LIMITS, TurnLimit(1, "max_turns"), "hermes")
+    asyncio.run(session.answer(asks("a")))
+    with pytest.raises(ApiError) as limit:
+        session.begin(asks("a"))
+    session.refusals.append(limit.value)
+    assert session.judged_text(f"Error: {limit.value}") == "said"
+    session.refusals.append(ApiError(400, "n: leave the field out", code="unsupported_parameter"))
+    with pytest.raises(ValueError, match="text of a refusal: n: leave"):
+        session.judged_text("n: leave the field out")
 
 
 def test_the_share_that_is_trained_is_counted_and_told(caplog):

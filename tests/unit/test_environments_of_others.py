@@ -61,8 +61,20 @@ def test_a_text_of_any_size_is_cut_before_it_is_tokenized():
     assert shown.endswith(f"[cut: the first 5 of more than {most} tokens]")
 
 
+class Asks:
+    async def run(self, task, session): ...
+
+
+class Judges(Asks):
+    judges = True
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_environment_that_judges_takes_no_other_reward(name):
+    own = f"rollout.environment={__name__}:Judges"
+    check_environment(quickstart("reward.function=zero", own))
+    with pytest.raises(ConfigError, match="`judges = True`"):
+        check_environment(quickstart("reward.function=zero", own.replace("Judges", "Asks")))
     with pytest.raises(ConfigError, match=r"gives the reward itself(?s:.)*reward\.function=zero"):
         quickstart(f"rollout.environment={name}", "reward.function=math")
     with pytest.raises(ConfigError, match="nothing else teaches"):

@@ -343,16 +343,23 @@ def test_fields_of_responses_that_ask_for_nothing_are_taken():
 
 
 def test_what_claude_code_and_codex_send_is_taken():
-    """Thoughts are not part of what a later turn sees; tools of the provider are left out."""
+    """Thoughts go to the template; tools of the provider are left out, and the choice of one."""
     said = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "yes"}]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
     messages.append({"role": "system", "content": "be brief"})
     hints = {"thinking": {"type": "adaptive"}, "context_management": {"edits": []}, "output_config": {"effort": "high"}}
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
     made = anthropic.to_chat({"max_tokens": 5, "messages": messages, "tools": tools, **hints})
-    assert made["messages"] == [HI, {"role": "assistant", "content": "yes"}, {"role": "system", "content": "be brief"}]
+    said = {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    assert made["messages"] == [HI, said, {"role": "system", "content": "be brief"}]
     assert made["tools"] == []
+    chosen = {"tools": tools, "tool_choice": {"type": "tool", "name": "web_search"}}
+    assert "tool_choice" not in anthropic.to_chat({"max_tokens": 5, "messages": messages, **chosen})
+    assert "tool_choice" not in responses.to_chat({"input": "hi", "tool_choice": {"type": "web_search_preview"}})
     items = [{"role": "user", "content": "hi"}, {"type": "reasoning", "summary": []}]
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    replied = [HI, thought, {"role": "assistant", "content": "yes"}]
+    assert responses.to_chat({"input": replied})["messages"] == [HI, said]
     assert responses.to_chat({"input": items, "tools": [{"type": "namespace", "name": "n"}]})["messages"] == [HI]
     body = {"messages": [{"role": "user", "content": "x", "name": "Ann"}], "reasoning_effort": "low", "store": True}
     assert parse_chat(body).messages[0].name == "Ann"

@@ -307,6 +307,11 @@
         tokensOf(sample, box);
         const prompt = withImages(sample.prompt || "", element("div", { class: "tokens" }));
         details.append(element("p", {}, ...chips, "answer: " + sample.ground_truth), prompt, box);
+        for (const branch of sample.branches || []) {
+          const parts = "from token " + branch.at_token + " on " + JSON.stringify(branch.text) + ", where the conversation above has ";
+          details.append(element("p", {}, "another branch: " + parts + JSON.stringify(branch.main_text)));
+          details.append(element("div", { class: "tokens" }, branch.response));
+        }
       });
       list.append(details);
     }
