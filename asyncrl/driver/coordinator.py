@@ -18,11 +18,10 @@ import numpy as np
 from asyncrl.checkpoint.store import RunState, read_state
 from asyncrl.config.recipe import Recipe
 from asyncrl.driver.checkpoint_writer import CheckpointWriter
-from asyncrl.driver.colocation import Colocation
 from asyncrl.driver.evaluation_schedule import Evaluations
 from asyncrl.driver.interfaces import Parts
 from asyncrl.driver.off_policy import GuardLoop, LiveFindings
-from asyncrl.driver.publisher import Publisher
+from asyncrl.driver.publisher import Colocation, Publisher
 from asyncrl.driver.step_record import ReplicaShares, StepClock, StepRecord
 from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError, ProcessDied, cause, explain
 from asyncrl.inference.engines import ENGINES
