@@ -76,19 +76,17 @@ ADVANTAGES = {
     "rloo": AdvantageSpec(of_group="asyncrl.algorithms.group_rewards:rloo_advantages"),
     "maxrl": AdvantageSpec(of_group="asyncrl.algorithms.maxrl:maxrl_advantages", takes_negative=False),
     "reinforce_plus_plus": AdvantageSpec(
-        of_group="asyncrl.algorithms.reinforce_plus_plus:own_rewards",
+        of_group="asyncrl.algorithms.group_rewards:checked",
         of_tokens="asyncrl.algorithms.returns:return_advantages",
         is_relative=False,
         whitens=True,
     ),
-    "reinforce_plus_plus_baseline": AdvantageSpec(
-        of_group="asyncrl.algorithms.reinforce_plus_plus:baseline_advantages", whitens=True
-    ),
+    "reinforce_plus_plus_baseline": AdvantageSpec(of_group="asyncrl.algorithms.group_rewards:centred", whitens=True),
     "teacher_only": AdvantageSpec(
         of_group="asyncrl.algorithms.group_rewards:zero_advantages", is_relative=False, needs_teacher=True
     ),
     "gae": AdvantageSpec(
-        of_group="asyncrl.algorithms.reinforce_plus_plus:own_rewards",
+        of_group="asyncrl.algorithms.group_rewards:checked",
         of_tokens="asyncrl.algorithms.gae:critic_advantages",
         is_relative=False,
         needs_critic=True,
