@@ -32,22 +32,13 @@ class SleepConformance:
         await running.done()
         await within(engine.sleep())
 
-    async def test_level_1_keeps_the_weights(self, engine: _Sleeper) -> None:
-        before = await complete(engine, temperature=0.0)
+    async def test_it_samples_nothing_until_a_version_is_committed(self, engine: _Sleeper) -> None:
         await within(engine.pause("abort"))
-        await within(engine.sleep(level=1))
-        await within(engine.sleep(level=1))
-        await within(engine.wake_up())
-        await within(engine.wake_up())
-        await within(engine.resume())
-        after = await complete(engine, temperature=0.0)
-        assert (after.ids, after.versions) == (before.ids, before.versions)
-
-    async def test_level_2_samples_nothing_until_a_version_is_committed(self, engine: _Sleeper) -> None:
-        await within(engine.pause("abort"))
-        await within(engine.sleep(level=2))
+        await within(engine.sleep())
+        await within(engine.sleep())
         assert engine.health().version is None
         waiting = Client(engine, make_request(max_tokens=8))
+        await within(engine.wake_up())
         await within(engine.wake_up())
         await within(engine.resume())
         await settle()
@@ -58,10 +49,11 @@ class SleepConformance:
 
     async def test_it_wakes_in_parts_and_resumes_when_all_of_it_is_awake(self, engine: _Sleeper) -> None:
         await within(engine.pause("abort"))
-        await within(engine.sleep(level=1))
+        await within(engine.sleep())
         for part in ("weights", "kv_cache"):
             with pytest.raises(GenerationError, match=part):
                 await within(engine.resume())
             await within(engine.wake_up([part]))
         await within(engine.resume())
+        await within(engine.commit(1))
         assert len((await complete(engine, max_tokens=5)).ids) == 5

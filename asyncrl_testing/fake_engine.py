@@ -178,12 +178,12 @@ class FakeEngine:
         self._end_pause_wait(paused=False)
         self._changed.set()
 
-    async def sleep(self, level: int = 1) -> None:
+    async def sleep(self) -> None:
         self._require_alive()
         if not self._paused or self._running:
             raise GenerationError(explain("sleep", "the engine is not paused and empty", "await pause('abort') first"))
         self._asleep = {"weights", "kv_cache"}
-        self._version = self._version if level == 1 else None
+        self._version = None
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         self._require_alive()

@@ -19,8 +19,8 @@ from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.fsdp.attention import PACKED_ROWS, register_packed_attention
 from asyncrl.trainer.fsdp.context import ContextRanks, RowPart
 from asyncrl.trainer.fsdp.model import recompute_layers, shard
+from asyncrl.trainer.fsdp.models import Policy
 from asyncrl.trainer.fsdp.optimizer import Update
-from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.model_tensors import logits_per_chunk
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl.trainer.token_logprobs import LogitRules

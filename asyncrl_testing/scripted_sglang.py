@@ -14,7 +14,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from asyncrl.errors import AsyncRLError, GenerationError
-from asyncrl.inference.remote.sglang_requests import HOT
+from asyncrl.inference.remote.sglang_dialect import HOT
 from asyncrl.types import GenerationRequest, Manifest, SamplingParams, TokenChunk
 from asyncrl_testing.scripted_server import Route, ScriptedServer
 

@@ -10,7 +10,18 @@ averages to zero over the policy's own tokens, so it does not regularise; k2 and
 as exp(-d): it is bounded by exp(MAX_LOG_RATIO). Beyond the bound it keeps the gradient at the bound, which is huge but
 of the right sign; gradient clipping then makes it a step for that token alone.
 
-Source: J. Schulman, "Approximating KL divergence" (2020); k3 in the loss as in GRPO (arXiv:2402.03300) eq. 4.
+For tokens that another policy sampled, an estimate can be weighted by the ratio to that policy:
+
+    estimate_t = ratio_t k_t        ratio_t = pi_theta(t) / pi_behavior(t), k_t: k1 or k3, both with gradient
+
+For k1 and k3 alike, its mean over tokens of the behaviour policy is KL(policy || reference), and its mean gradient is
+the gradient of that divergence. The plain estimate has neither property: for a stale token, k3 estimates the divergence
+at tokens that the policy no longer writes, and its gradient omits the change of the sampling distribution, even at lag
+0, where the ratio is 1 but its gradient is not 0. The ratio is always to the policy that sampled, whatever
+algorithm.ratio says. It is not truncated, so variance is high where lag is large.
+
+Source: J. Schulman, "Approximating KL divergence" (2020); k3 in the loss as in GRPO (arXiv:2402.03300) eq. 4; unbiased
+KL estimate: DeepSeek-V3.2 (arXiv:2512.02556) sec. 3.1.
 """
 
 from __future__ import annotations
@@ -37,3 +48,14 @@ def kl_estimate(
             return d.square() / 2
         case "k3":
             return bounded_ratio(-d) - 1 + d
+
+
+def importance_weighted(
+    estimate: torch.Tensor, logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """[tokens] float32, differentiable in `logprobs`, also through the ratio.
+
+    Args:
+        estimate: [tokens], from `kl.kl_estimate`: 0 outside the mask [tokens] bool.
+    """
+    return bounded_ratio(masked_log_ratio(logprobs, behavior_logprobs, mask)) * estimate

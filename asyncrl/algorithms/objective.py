@@ -17,8 +17,7 @@ import torch
 
 from asyncrl.algorithms.by_lag import sums_by_lag
 from asyncrl.algorithms.distillation import distilled_advantages, reverse_kl, top_reverse_kl
-from asyncrl.algorithms.importance_kl import importance_weighted
-from asyncrl.algorithms.kl import kl_estimate
+from asyncrl.algorithms.kl import importance_weighted, kl_estimate
 from asyncrl.algorithms.loss import Correction, Loss, LossInputs, bounded_ratio, masked, masked_log_ratio
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.types.metrics import Metric

@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl.config.load import environment_defaults
-from asyncrl.driver.doctor.examination import examine
-from asyncrl.driver.doctor.machine import Observation
+from asyncrl.driver.doctor.examination import Observation, examine
 from asyncrl.registry import make_importable
 
 MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "bad": ("BAD", "bold red")}

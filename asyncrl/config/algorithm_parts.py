@@ -1,7 +1,7 @@
 """The advantages, losses and corrections that a recipe can name, each with its properties.
 
-A new part needs a file in `asyncrl/algorithms` and an entry here. The recipe's choices, its checks, the planner and the
-training step read these entries; no other module lists names. An entry names its implementation as
+A new part needs an implementation in `asyncrl/algorithms` and an entry here. The recipe's choices, its checks, the
+planner and the training step read these entries; no other module lists names. An entry names its implementation as
 `package.module:Name`, which is imported when it is built, so that reading an entry imports neither torch nor numpy.
 """
 
@@ -76,19 +76,17 @@ ADVANTAGES = {
     "rloo": AdvantageSpec(of_group="asyncrl.algorithms.group_rewards:rloo_advantages"),
     "maxrl": AdvantageSpec(of_group="asyncrl.algorithms.maxrl:maxrl_advantages", takes_negative=False),
     "reinforce_plus_plus": AdvantageSpec(
-        of_group="asyncrl.algorithms.reinforce_plus_plus:own_rewards",
+        of_group="asyncrl.algorithms.group_rewards:checked",
         of_tokens="asyncrl.algorithms.returns:return_advantages",
         is_relative=False,
         whitens=True,
     ),
-    "reinforce_plus_plus_baseline": AdvantageSpec(
-        of_group="asyncrl.algorithms.reinforce_plus_plus:baseline_advantages", whitens=True
-    ),
+    "reinforce_plus_plus_baseline": AdvantageSpec(of_group="asyncrl.algorithms.group_rewards:centred", whitens=True),
     "teacher_only": AdvantageSpec(
         of_group="asyncrl.algorithms.group_rewards:zero_advantages", is_relative=False, needs_teacher=True
     ),
     "gae": AdvantageSpec(
-        of_group="asyncrl.algorithms.reinforce_plus_plus:own_rewards",
+        of_group="asyncrl.algorithms.group_rewards:checked",
         of_tokens="asyncrl.algorithms.gae:critic_advantages",
         is_relative=False,
         needs_critic=True,
@@ -107,7 +105,7 @@ CORRECTIONS = {
         of="asyncrl.algorithms.truncated_is:TruncatedIs", high=2.0, weighs=True, drops=False
     ),
     "sequence_truncated_is": CorrectionSpec(
-        of="asyncrl.algorithms.sequence_truncated_is:SequenceTruncatedIs",
+        of="asyncrl.algorithms.truncated_is:SequenceTruncatedIs",
         high=2.0,
         scope="trajectory",
         weighs=True,
@@ -116,10 +114,10 @@ CORRECTIONS = {
     "masked_is": CorrectionSpec(of="asyncrl.algorithms.masking:MaskedIs", high=2.0, weighs=True),
     "icepop": CorrectionSpec(of="asyncrl.algorithms.masking:IcePop", low=0.5, high=5.0, weighs=True),
     "geometric_rejection": CorrectionSpec(
-        of="asyncrl.algorithms.geometric_rejection:GeometricRejection", low=0.99, high=1.01, scope="trajectory"
+        of="asyncrl.algorithms.masking:GeometricRejection", low=0.99, high=1.01, scope="trajectory"
     ),
     "off_policy_mask": CorrectionSpec(
-        of="asyncrl.algorithms.off_policy_mask:OffPolicyMask",
+        of="asyncrl.algorithms.masking:OffPolicyMask",
         high=0.5,
         measure="a divergence in nats per token",
         usual="0.1 to 0.5",

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Literal
 
 from asyncrl.config.checks import require
-from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.rollout import RolloutConfig
-from asyncrl.config.staleness import StalenessConfig
+from asyncrl.config.run import EvalConfig, StalenessConfig
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 

@@ -12,14 +12,21 @@ from asyncrl.config.algorithm_parts import ADVANTAGES, LOSSES
 from asyncrl.config.checks import check_ranges, require
 from asyncrl.config.data import DataConfig
 from asyncrl.config.environments import JUDGES
-from asyncrl.config.evaluation import EvalConfig
 from asyncrl.config.model import ModelConfig, ModelPoolConfig
 from asyncrl.config.placement import Placement, require_turns, with_sleep
 from asyncrl.config.remote_engine import require_takes_publishes
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.config.rollout import OVERLONG_SHARE, RolloutConfig, response_limit, with_experts, with_lengths
-from asyncrl.config.run import BatchConfig, CheckpointConfig, ObservabilityConfig, RayConfig, RecoveryConfig, RunSection
-from asyncrl.config.staleness import StalenessConfig
+from asyncrl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    ObservabilityConfig,
+    RayConfig,
+    RecoveryConfig,
+    RunSection,
+    StalenessConfig,
+)
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
 

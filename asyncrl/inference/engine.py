@@ -82,8 +82,8 @@ class StagingEngine(Protocol):
 class SleepingEngine(Protocol):
     """An engine that can release its GPU memory while it is paused and has no requests."""
 
-    async def sleep(self, level: int = 1) -> None:
-        """Level 1 keeps the weights in host memory. Level 2 drops them: a publish must follow `wake_up`.
+    async def sleep(self) -> None:
+        """Releases the memory of weights and KV cache. It may drop the weights: a publish must follow `wake_up`.
 
         Raises GenerationError: not set up, not paused, or requests are frozen.
         """

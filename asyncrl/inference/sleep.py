@@ -45,7 +45,7 @@ class EngineSleep:
             if len(self._asleep) == 2:
                 return
             await self._end()
-            await self._sleeper().sleep(level=2)
+            await self._sleeper().sleep()
             self._asleep, self._since = [WEIGHTS, KV_CACHE], self._clock()
 
     async def wake_weights(self) -> None:

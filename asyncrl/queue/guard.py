@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.config.recipe import Recipe
-from asyncrl.config.staleness import GuardConfig
+from asyncrl.config.run import GuardConfig
 from asyncrl.types.guard import LAG_BUCKETS, LAST_OF_BUCKET, GuardAction, GuardState
 from asyncrl.types.metrics import Metric
 

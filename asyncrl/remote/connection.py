@@ -17,7 +17,6 @@ import hashlib
 import hmac
 import inspect
 import itertools
-import logging
 import os
 import pickle
 import secrets
@@ -28,8 +27,6 @@ import weakref
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, cast
-
-logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 """Longest time for a client to connect and complete the handshake."""

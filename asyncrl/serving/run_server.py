@@ -10,7 +10,6 @@ the queue.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import time
@@ -33,8 +32,6 @@ from asyncrl.serving.fleet import Fleet
 from asyncrl.serving.metrics import ServingMetrics
 from asyncrl.serving.model_text import ModelText
 from asyncrl.types import ReplicaState, ReplicaStats, ReplicaTable, RunServerStats
-
-logger = logging.getLogger(__name__)
 
 GRACE_S = 1
 """Time for requests in progress at the end of the run."""

@@ -15,9 +15,8 @@ from asyncrl.trainer.model_tensors import RankMemory, Shape, layer_of
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.trainer.backend import CheckpointReader, TrainBackend
+    from asyncrl.trainer.backend import CheckpointReader, TrainBackend, TrainingState
     from asyncrl.trainer.trainer_spec import TrainerSpec
-    from asyncrl.trainer.training_state import TrainingState
     from asyncrl.types import ModelFacts
 
 

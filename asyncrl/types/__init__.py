@@ -3,7 +3,6 @@
 Runs in: everywhere.
 """
 
-from asyncrl.types.evaluation import EvalResult
 from asyncrl.types.generation import (
     EngineHealth,
     Generation,
@@ -48,7 +47,7 @@ from asyncrl.types.replicas import (
     RunServerReport,
     RunServerStats,
 )
-from asyncrl.types.training import Microbatch, RankPlan, TrainMetrics, TrainSequence, TrajectoryKey
+from asyncrl.types.training import EvalResult, Microbatch, RankPlan, TrainMetrics, TrainSequence, TrajectoryKey
 from asyncrl.types.trajectories import FinishReason, Segment, SegmentKind, Trajectory, TrajectoryGroup
 from asyncrl.types.weights import (
     Bucket,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncrl.environments.conversation import Conversation
-from asyncrl.queue.group_files import load_partials, save_partials
+from asyncrl.queue.saved_state import load_partials, save_partials
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Generation, Segment, Ticket
 from asyncrl_testing.fake_engine import fake_experts

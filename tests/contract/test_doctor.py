@@ -15,8 +15,7 @@ import torch
 from asyncrl.commands.doctor import main
 from asyncrl.config import checks
 from asyncrl.driver.doctor import machine
-from asyncrl.driver.doctor.examination import examine
-from asyncrl.driver.doctor.machine import Observation, guarded
+from asyncrl.driver.doctor.examination import Observation, examine, guarded
 from tests.make import QUICKSTART, quickstart
 from tests.processes import ran
 

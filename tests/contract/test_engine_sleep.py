@@ -8,7 +8,7 @@ import pytest_asyncio
 import torch
 
 from asyncrl.errors import GenerationError, WeightTransferError
-from asyncrl.inference.torch_engine.memory import ReleasedMemory
+from asyncrl.inference.torch_engine.runner import ReleasedMemory
 from asyncrl.types import Manifest, SamplingParams
 from asyncrl_testing.engine_client import Client, complete, make_request, within
 from asyncrl_testing.engine_sleep_suite import SleepConformance
@@ -52,14 +52,14 @@ class TestTorchEngine(SleepConformance):
 
     async def test_nothing_is_received_into_weights_that_sleep(self, engine):
         await engine.pause("abort")
-        await within(engine.sleep(level=2))
+        await within(engine.sleep())
         with pytest.raises(WeightTransferError, match="the weights sleep"):
             await engine.load_weights(Manifest(1, 1, (), ()), NO_SOURCE, 5.0)
         with pytest.raises(GenerationError, match="no part"):
             await engine.wake_up(["optimizer"])
         await within(engine.wake_up(["weights"]))
         with pytest.raises(GenerationError, match="in part"):
-            await engine.sleep(level=2)
+            await engine.sleep()
 
 
 @pytest_asyncio.fixture
@@ -79,7 +79,7 @@ async def test_a_sleeping_engine_gives_its_memory_back_to_the_system(large):
     await large.pause("abort")
     process = psutil.Process()
     awake = process.memory_info().rss
-    await within(large.sleep(level=2))
+    await within(large.sleep())
     asleep = process.memory_info().rss
     assert awake - asleep > 0.9 * cache_bytes
     assert are_gone(parameters)
@@ -87,15 +87,6 @@ async def test_a_sleeping_engine_gives_its_memory_back_to_the_system(large):
     assert process.memory_info().rss - asleep < 0.1 * cache_bytes
     await within(large.wake_up(["kv_cache"]))
     assert process.memory_info().rss - asleep > 0.9 * cache_bytes
-
-
-async def test_level_1_leaves_the_weights_and_gives_the_cache_back(large):
-    weights = [p.clone() for p in large._runner.model.parameters()]
-    await large.pause("abort")
-    awake = psutil.Process().memory_info().rss
-    await within(large.sleep(level=1))
-    assert awake - psutil.Process().memory_info().rss > 0.9 * 256 * MIB
-    assert all(torch.equal(p, before) for p, before in zip(large._runner.model.parameters(), weights, strict=True))
 
 
 def test_tied_weights_are_released_once_and_views_of_them_live_on():

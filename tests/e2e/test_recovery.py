@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, RunFailed, Stalled
-from asyncrl.queue.group_files import load_partials
+from asyncrl.queue.saved_state import load_partials
 from tests.contract.wandb_log import history_of
 from tests.e2e.conftest import (
     ALERT,

@@ -16,8 +16,8 @@ from asyncrl.config.algorithm import CriticConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import LoraConfig, MegatronConfig
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.backend import MOMENTS, WEIGHT
 from asyncrl.trainer.backends import open_training_state, require_written_by, write_training_state
-from asyncrl.trainer.training_state import MOMENTS, WEIGHT
 from asyncrl_testing.backend_suite import random_lease, weights_of
 from asyncrl_testing.rank_processes import run_ranks
 from tests.backends import fsdp_backend, megatron_backend, save

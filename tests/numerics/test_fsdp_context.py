@@ -12,7 +12,7 @@ from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig
 from asyncrl.kernels.routers import RouterTaps
 from asyncrl.trainer.fsdp.context import ContextRanks
-from asyncrl.trainer.fsdp.policy import Policy
+from asyncrl.trainer.fsdp.models import Policy
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl_testing.backend_suite import VOCAB_SIZE, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3_moe

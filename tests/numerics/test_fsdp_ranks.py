@@ -17,7 +17,7 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig
 from asyncrl.trainer.fsdp import models
 from asyncrl.trainer.fsdp.model import load_model, shard
-from asyncrl.trainer.fsdp.policy import Policy
+from asyncrl.trainer.fsdp.models import Policy
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import RankPlan
 from asyncrl_testing.backend_suite import VOCAB_SIZE, assert_same_weights, random_lease, weights_of

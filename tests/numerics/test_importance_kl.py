@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms import build_objective
-from asyncrl.algorithms.importance_kl import importance_weighted
-from asyncrl.algorithms.kl import kl_estimate
+from asyncrl.algorithms.kl import importance_weighted, kl_estimate
 from asyncrl.config.algorithm import AlgorithmConfig, KlConfig
 from asyncrl.errors import ConfigError
 from tests.numerics.losses import draw, slopes

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from asyncrl.trainer.fsdp.attention import RowAttention, VarlenAttention, register_packed_attention
-from asyncrl.trainer.fsdp.policy import Policy
+from asyncrl.trainer.fsdp.models import Policy
 from asyncrl.trainer.packed_attention import packed_attention
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl_testing.random_model import random_qwen3

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from asyncrl.config.recipe import trains_branches
 from asyncrl.errors import ConfigError, LedgerError
-from asyncrl.queue.group_files import ARRAYS, load_groups, load_partials, save_groups, save_partials
 from asyncrl.queue.masking import StoredGroup, mask_older, oldest_trained, summarize
 from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.queue.saved_state import ARRAYS, load_groups, load_partials, save_groups, save_partials
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.planner import StepPlanner
 from asyncrl.types import LeaseManifest, PartialGroup, PartialTrajectory, Segment, Ticket, TrajectoryGroup

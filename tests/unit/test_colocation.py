@@ -3,7 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from asyncrl.driver.colocation import Colocation
+from asyncrl.driver.publisher import Colocation
 from asyncrl.driver.step_record import StepClock
 from asyncrl.observability.events import EventLog
 from asyncrl.types import ReplicaTable

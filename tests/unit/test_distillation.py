@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError
-from asyncrl.queue.group_files import load_groups, save_groups
 from asyncrl.queue.masking import mask_older
+from asyncrl.queue.saved_state import load_groups, save_groups
 from asyncrl.trainer.step.batch import pack
 from asyncrl.types import Lengths, TrainSequence
 from tests.make import group, quickstart, trajectory

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.algorithm import CorrectionConfig
 from asyncrl.config.algorithm_parts import CORRECTIONS
-from asyncrl.config.staleness import GuardConfig
+from asyncrl.config.run import GuardConfig
 from asyncrl.driver.off_policy import GuardLoop
 from asyncrl.errors import ConfigError, NoParity, RunFailed
 from asyncrl.json_records import from_plain

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import LedgerError
-from asyncrl.queue.group_files import CALL_ARRAYS, load_partials, save_partials
 from asyncrl.queue.message_queue import MessageQueue
+from asyncrl.queue.saved_state import CALL_ARRAYS, load_partials, save_partials
 from asyncrl.types import (
     EndShares,
     Generation,

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.rewards import build_reward
-from asyncrl.rewards.math_equivalence import equivalent
+from asyncrl.rewards.math import equivalent
 from asyncrl.rewards.multiple_choice import chosen_letter
 from asyncrl.rewards.numeric import last_number
 from tests.make import row

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.trainer.step.batch import PackedLayout, pack
-from asyncrl.trainer.step.shared_row import SharedRow
+from asyncrl.trainer.step.batch import PackedLayout, SharedRow, pack
 from asyncrl.types import Lengths, Segment, TrainSequence, Trajectory
 
 ids = st.lists(st.integers(0, 9), min_size=1, max_size=6)

@@ -18,13 +18,13 @@ from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import OWN_ENGINE_ARGS, RolloutConfig, VllmEngineConfig
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, GenerationError, WeightTransferError
 from asyncrl.inference.sglang import support as sglang_support
-from asyncrl.inference.shared import package_probe, tensor_feed
+from asyncrl.inference.shared import package_probe, weight_update
 from asyncrl.inference.shared.engine_queue import EngineQueue
 from asyncrl.inference.shared.process_engine import last_logged_error
 from asyncrl.inference.shared.publish_calls import agree
 from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import spans_of
-from asyncrl.inference.shared.tensor_feed import Feed
+from asyncrl.inference.shared.weight_update import Feed
 from asyncrl.inference.vllm import support
 from asyncrl.inference.vllm.compile_cache import complete_loaded_functions
 from asyncrl.inference.vllm.launch import cpu_kv_cache_bytes, engine_arguments
@@ -276,7 +276,7 @@ def test_the_feed_hands_over_in_order_and_the_last_offer_waits_for_the_loader():
 
 
 def test_the_feed_holds_few_bytes_whatever_the_tensors(monkeypatch):
-    monkeypatch.setattr(tensor_feed, "AHEAD_BYTES", 100)
+    monkeypatch.setattr(weight_update, "AHEAD_BYTES", 100)
     feed, offered = Feed(12, 10.0), []
 
     def offer():

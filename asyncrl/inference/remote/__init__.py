@@ -2,7 +2,6 @@
 
     engine.py (protocol) --> support.py (which kind?) --> dialect.py: requests and answers of one kind of server
       vllm_dialect.py, sglang_dialect.py: its calls        *_facts.py: its description, and whether it is usable
-                                                           *_requests.py: request -> body; lines -> outputs
       server_client.py: HTTP, every call with a deadline
       publish_calls.py --> orders.py: a publish as JSON
         --> vllm_extension.py, in each worker of the server: as in an engine of this run

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any
 
-from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.inference.remote.server_client import Call, Refused, ServerClient
-from asyncrl.inference.shared.publish_calls import PublishCalls
+from asyncrl.inference.remote.server_client import Refused
 from asyncrl.inference.shared.stamped_stream import Output
-from asyncrl.types import GenerationRequest, ModelFacts
+from asyncrl.types import ModelFacts
 
 DOCS = "docs/remote.md has the whole command"
 NO_FILTERS = (
     "the server reports log-probabilities before top_p and top_k, and bars no stop token as min_tokens asks",
     f"start it with --enable-custom-logit-processor, asyncrl installed beside it, or ask for none of these; {DOCS}",
 )
-"""(found, do) of the error if `ServerDialect.filters` is False."""
+"""(found, do) of the error if the `filters` of a dialect is False."""
 UNAVAILABLE = 503
 """Status of a server whose engine is dead or starting, and of a gateway whose server is down."""
 _DATA = "data: "
@@ -64,86 +60,6 @@ class AnswerReader:
     def _output(self, held: Any) -> Output | None:
         """`held`: the line's JSON."""
         raise NotImplementedError
-
-
-class ServerDialect(ABC):
-    """How to talk to one server of this kind. It describes the calls; `RemoteEngine` makes them and decides."""
-
-    generate: ClassVar[str]
-    """Path that samples and streams lines."""
-    alive: ClassVar[str]
-    """Path that answers while the server lives, even while it loads weights."""
-    state: ClassVar[str]
-    """Path whose answer requires an answer of the sampling processes."""
-    aborts_by_name_only: ClassVar[bool]
-    """Closing the connection does not end a request soon; it must be aborted by name."""
-    needs_model: bool
-    """`of_model` must be called before use."""
-    filters: bool
-    """top_p, top_k and min_tokens work, with log-probabilities after filtering."""
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Size of the vocabulary that the server samples from."""
-
-    @abstractmethod
-    def of_model(self, tokens: ModelTokens) -> Self:
-        """A copy completed with facts from the run's model files."""
-
-    @abstractmethod
-    def require_usable(self, url: str, remote: RemoteEngineConfig, model: ModelFacts | None = None) -> None:
-        """Raises ConfigError: the server has a different model, or lacks settings that a run needs."""
-
-    @abstractmethod
-    def wake(self, label: str) -> Sequence[Call]:
-        """Calls that succeed once the server can sample; before, one answers `UNAVAILABLE`. They may resume requests of
-        another run, which get this label."""
-
-    @abstractmethod
-    def take_over(self) -> Sequence[Call]:
-        """Calls that end the requests and the pause of an earlier replica."""
-
-    @abstractmethod
-    async def prove(self, client: ServerClient, url: str) -> bool:
-        """Samples to verify properties that the server does not report; False: inconclusive with its weights.
-
-        Raises ConfigError: the server cannot be used."""
-
-    @abstractmethod
-    def freeze(self) -> Sequence[Call]:
-        """Calls that stop sampling; requests in flight stay."""
-
-    @abstractmethod
-    def unfreeze(self) -> Call: ...
-
-    @abstractmethod
-    def relabel(self, label: str) -> Call:
-        """Call after which sampled tokens get this label."""
-
-    @abstractmethod
-    def label_in(self, alive: Any, state: Any) -> str:
-        """The label in the answers of `alive` and `state`."""
-
-    @abstractmethod
-    def aborts(self, rids: Sequence[str]) -> Sequence[Call]:
-        """Calls that end these requests, whose streams then deliver their last tokens."""
-
-    @abstractmethod
-    def body_of(self, request: GenerationRequest, *, rid: str, cache_salt: str) -> dict[str, Any]:
-        """The body of `generate`. Only `stop_token_ids` end a response; the model's own end token must be among them to
-        count.
-
-        Args:
-            rid: the server's id of this attempt.
-            cache_salt: requests with equal salts share the KV cache of prompts.
-        """
-
-    @abstractmethod
-    def reader(self, request: GenerationRequest, labels: Labels) -> AnswerReader: ...
-
-    @abstractmethod
-    def publish_calls(self, client: ServerClient, remote: RemoteEngineConfig) -> PublishCalls: ...
 
 
 def require_same_model(url: str, model: ModelFacts, architecture: str | None, vocab_size: int | None) -> None:

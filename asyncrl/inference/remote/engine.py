@@ -13,9 +13,9 @@ from dataclasses import replace
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import BadRequest, GenerationError, explain
-from asyncrl.inference.remote.dialect import NO_FILTERS, UNAVAILABLE, ForeignWeights, Labels, ModelTokens, ServerDialect
+from asyncrl.inference.remote.dialect import NO_FILTERS, UNAVAILABLE, ForeignWeights, Labels, ModelTokens
 from asyncrl.inference.remote.server_client import Call, Refused, ServerClient, Unanswered, Unreachable, read_key
-from asyncrl.inference.remote.support import ask
+from asyncrl.inference.remote.support import ServerDialect, ask
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.shared.stamped_stream import StampedStream, end_output
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, TransferSource
@@ -85,7 +85,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
         self._client: ServerClient | None = None
         self._dialect: ServerDialect | None = None
         self._proven = False
-        """`ServerDialect.prove` has succeeded; otherwise it is repeated once a publish has arrived."""
+        """`VllmDialect.prove` has succeeded; otherwise it is repeated once a publish has arrived."""
         self._receiving = False
         self._loads = 0
         """Number of publishes sent to the server."""

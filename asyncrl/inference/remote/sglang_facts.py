@@ -96,7 +96,7 @@ def facts_from(url: str, model: Any, info: Any) -> SglangFacts:
 
 
 def require_usable(url: str, facts: SglangFacts, remote: RemoteEngineConfig, model: ModelFacts | None) -> None:
-    """As `ServerDialect.require_usable`."""
+    """As `VllmDialect.require_usable`."""
     if remote.weights != "reload":
         found = f"it is SGLang {facts.version}, whose servers take publishes as files only"
         do = "set rollout.remote.weights=reload, weights.transport=disk and weights.encoding=full"

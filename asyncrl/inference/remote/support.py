@@ -7,13 +7,15 @@ import asyncio
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.inference.remote.dialect import ASK_S, NO_FILTERS, ServerDialect, require_key, require_up
+from asyncrl.inference.remote.dialect import ASK_S, NO_FILTERS, require_key, require_up
 from asyncrl.inference.remote.server_client import Refused, ServerClient, Unanswered, Unreachable, read_key
 from asyncrl.inference.remote.sglang_dialect import SglangDialect
 from asyncrl.inference.remote.sglang_facts import MODEL, ask_sglang
 from asyncrl.inference.remote.vllm_dialect import VllmDialect
 from asyncrl.inference.remote.vllm_facts import ask_vllm
 from asyncrl.types import ModelFacts
+
+ServerDialect = VllmDialect | SglangDialect
 
 
 def check_servers(rollout: RolloutConfig, facts: ModelFacts) -> None:

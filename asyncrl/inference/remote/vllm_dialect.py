@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import GenerationError, explain
-from asyncrl.inference.remote.dialect import AnswerReader, Labels, ModelTokens, ServerDialect
+from asyncrl.inference.remote.dialect import AnswerReader, Labels, ModelTokens
 from asyncrl.inference.remote.publish_calls import ExtensionPublishCalls, NativePublishCalls, ReloadPublishCalls
 from asyncrl.inference.remote.server_client import Call, ServerClient
 from asyncrl.inference.remote.vllm_facts import ServerFacts, require_usable
@@ -21,55 +21,84 @@ from asyncrl.inference.vllm.sampling_params import stream_seed
 from asyncrl.types import GenerationRequest, ModelFacts
 
 
-class VllmDialect(ServerDialect):
-    """A vLLM server. Its requests end with their connections."""
+class VllmDialect:
+    """A vLLM server. Its requests end with their connections.
+
+    Like `SglangDialect`, it describes the calls to one server of its kind; `RemoteEngine` makes them and decides.
+    """
 
     generate = "/inference/v1/generate"
+    """Path that samples and streams lines."""
     alive = "/health"
+    """Path that answers while the server lives, even while it loads weights."""
     state = "/weight_info"
+    """Path whose answer requires an answer of the sampling processes."""
     aborts_by_name_only = False
+    """Closing the connection does not end a request soon; it must be aborted by name."""
     filters = True
+    """top_p, top_k and min_tokens work, with log-probabilities after filtering."""
 
     def __init__(self, facts: ServerFacts) -> None:
         self._facts = facts
         self.needs_model = facts.vocab_size is None
+        """`of_model` must be called before use."""
 
     @property
     def vocab_size(self) -> int:
+        """Size of the vocabulary that the server samples from."""
         assert self._facts.vocab_size is not None, "it was looked up"
         return self._facts.vocab_size
 
     def of_model(self, tokens: ModelTokens) -> Self:
+        """A copy completed with facts from the run's model files."""
         return type(self)(replace(self._facts, vocab_size=tokens.vocab_size, tied=tokens.tied))
 
     def require_usable(self, url: str, remote: RemoteEngineConfig, model: ModelFacts | None = None) -> None:
+        """Raises ConfigError: the server has a different model, or lacks settings that a run needs."""
         require_usable(url, self._facts, remote, model)
 
     def wake(self, label: str) -> Sequence[Call]:
+        """Calls that succeed once the server can sample; before, one answers `UNAVAILABLE`. They may resume requests of
+        another run, which get this label."""
         return ()
 
     def take_over(self) -> Sequence[Call]:
+        """Calls that end the requests and the pause of an earlier replica."""
         return Call("/pause", params={"mode": "abort", "clear_cache": "true"}), self.unfreeze()
 
     async def prove(self, client: ServerClient, url: str) -> bool:
+        """Samples to verify properties that the server does not report; False: inconclusive with its weights.
+
+        Raises ConfigError: the server cannot be used."""
         return True  # `ask_vllm` has learned everything
 
     def freeze(self) -> Sequence[Call]:
+        """Calls that stop sampling; requests in flight stay."""
         return (Call("/pause", params={"mode": "keep", "clear_cache": "false"}),)
 
     def unfreeze(self) -> Call:
         return Call("/resume")
 
     def relabel(self, label: str) -> Call:
+        """Call after which sampled tokens get this label."""
         return Call("/update_weight_version", {"new_version": label})
 
     def label_in(self, alive: Any, state: Any) -> str:
+        """The label in the answers of `alive` and `state`."""
         return str(state.get("weight_version") if isinstance(state, dict) else state)  # a page of a gateway, say
 
     def aborts(self, rids: Sequence[str]) -> Sequence[Call]:
+        """Calls that end these requests, whose streams then deliver their last tokens."""
         return (Call("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{rid}" for rid in rids]}),)
 
     def body_of(self, request: GenerationRequest, *, rid: str, cache_salt: str) -> dict[str, Any]:
+        """The body of `generate`. Only `stop_token_ids` end a response; the model's own end token must be among them to
+        count.
+
+        Args:
+            rid: the server's id of this attempt.
+            cache_salt: requests with equal salts share the KV cache of prompts.
+        """
         sampling = request.sampling
         return {
             "request_id": rid,

@@ -61,7 +61,7 @@ async def ask_vllm(client: ServerClient, remote: RemoteEngineConfig, version: st
 
 
 def require_usable(url: str, facts: ServerFacts, remote: RemoteEngineConfig, model: ModelFacts | None = None) -> None:
-    """As `ServerDialect.require_usable`."""
+    """As `VllmDialect.require_usable`."""
     _require_settings(url, facts, remote)
     _require_start(url, facts, remote)
     if model is not None:

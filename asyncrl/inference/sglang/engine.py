@@ -73,10 +73,10 @@ class SglangEngine(ProcessEngine[SglangStream]):
 
     # -- beyond the protocol -------------------------------------------------------------------------------------
 
-    async def sleep(self, level: int = 1) -> None:
+    async def sleep(self) -> None:
         """As `SleepingEngine.sleep`."""
-        self._require_sleep(f"sleep(level={level})")
-        if level > 1 and self._transfer is not None:
+        self._require_sleep("sleep()")
+        if self._transfer is not None:
             self._transfer.forget()
             self._forget_version()
         await self._ask(self._host.call("sleep", ["kv_cache", "weights"]))

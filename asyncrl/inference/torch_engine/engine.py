@@ -142,22 +142,20 @@ class TorchEngine:
         async with deadline(timeout_s, "load staged weights", do="raise weights.transfer_timeout_s"):
             await self._loadable("load_staged").load_staged()
 
-    async def sleep(self, level: int = 1) -> None:
-        """As `SleepingEngine.sleep`. On a CPU level 1 releases the KV cache only. After level 2 the engine has no
-        version and samples nothing before a commit."""
-        self._require_sleepable(f"sleep(level={level})")
+    async def sleep(self) -> None:
+        """As `SleepingEngine.sleep`. Afterwards the engine has no version and samples nothing before a commit."""
+        self._require_sleepable("sleep()")
         assert self._transfer is not None, "the engine was started"
         if self._asleep == _PARTS:
             return
         if self._asleep:
-            raise GenerationError(explain(f"sleep(level={level})", "it sleeps in part", "await wake_up() first"))
-        if level > 1:
-            self._transfer.forget()
+            raise GenerationError(explain("sleep()", "it sleeps in part", "await wake_up() first"))
+        self._transfer.forget()
         self._asleep = _PARTS  # even if the call is cancelled: the thread still does it
-        await self._ask(lambda loop, ticket: loop.sleep(level, ticket))
+        await self._ask(lambda loop, ticket: loop.sleep(ticket))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """As `SleepingEngine.wake_up`. After level 2 the weights are 0."""
+        """As `SleepingEngine.wake_up`. The weights are 0."""
         parts = _PARTS if tags is None else frozenset(tags)
         if unknown := parts - _PARTS:
             raise GenerationError(explain(f"wake_up({tags})", f"no part {sorted(unknown)}", f"of {sorted(_PARTS)}"))

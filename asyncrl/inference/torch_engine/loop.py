@@ -163,10 +163,9 @@ class DecodeLoop:
         self._drain_tickets.clear()
         self._tickets.append(ticket)
 
-    def sleep(self, level: int, ticket: int) -> None:
-        if level > 1:
-            self.counters.version = None  # the weights are dropped: only a commit may sample again
-        self.runner.release(keep_weights=level == 1)
+    def sleep(self, ticket: int) -> None:
+        self.counters.version = None  # the weights are dropped: only a commit may sample again
+        self.runner.release()
         self._tickets.append(ticket)
 
     def wake(self, parts: Collection[str], ticket: int) -> None:

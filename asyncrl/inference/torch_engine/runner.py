@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
-from collections.abc import Collection
+import mmap
+import os
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,6 @@ from asyncrl.config.rollout import TorchEngineConfig
 from asyncrl.errors import ConfigError, GenerationError, explain
 from asyncrl.inference.engines import unsupported_by_torch
 from asyncrl.inference.torch_engine.cache import ATTENTION_NAME, PromptCache, SlotCache, slot_attention
-from asyncrl.inference.torch_engine.memory import ReleasedMemory
 from asyncrl.inference.torch_engine.sampling import log_softmax
 from asyncrl.inference.torch_engine.slots import Moves
 from asyncrl.kernels.images import ImageInputs
@@ -246,16 +248,12 @@ class ModelRunner:
     def move(self, moves: Moves) -> None:
         self._cache.move(moves)
 
-    def release(self, *, keep_weights: bool) -> None:
-        """Releases the memory of slots and parameters; no slot may be in use. Computed buffers, such as rotary
-        frequencies, stay, because no publish contains them.
-
-        Args:
-            keep_weights: `restore` brings the values back; otherwise the parameters are 0.
-        """
+    def release(self) -> None:
+        """Releases the memory of slots and parameters, which are 0 afterwards; no slot may be in use. Computed buffers,
+        such as rotary frequencies, stay, because no publish contains them."""
         self._released = {
             "kv_cache": ReleasedMemory(self._cache.tensors),
-            "weights": ReleasedMemory(self.model.parameters(), keep=keep_weights),
+            "weights": ReleasedMemory(self.model.parameters()),
         }
 
     def restore(self, parts: Collection[str]) -> None:
@@ -292,3 +290,54 @@ def _scored(parts: list[tuple[torch.Tensor, ...]]) -> tuple[np.ndarray, dict[str
     if not top_ids.shape[1]:
         return logprobs, {}
     return logprobs, {"top_ids": top_ids.astype(np.int32), "top_logprobs": top_logprobs}
+
+
+class ReleasedMemory:
+    """The storages of tensors whose memory was released. The tensors and their views, such as the targets of a publish,
+    stay valid and can be used again after `restore`.
+
+    On a GPU the storage is resized to 0 until then. On a CPU it keeps its addresses and gives up its whole pages;
+    partial pages at both ends stay.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Releases the memory. A storage shared by tied tensors counts once.
+
+        Raises GenerationError: the system cannot take pages back.
+        """
+        found = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        self._storages = [s for s in found.values() if s.nbytes()]
+        self._bytes = [storage.nbytes() for storage in self._storages]
+        for storage in self._storages:
+            if storage.device.type == "cpu":
+                _give_pages(storage.data_ptr(), storage.nbytes())
+            else:
+                storage.resize_(0)
+        if any(storage.device.type == "cuda" for storage in self._storages):
+            torch.cuda.empty_cache()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were released."""
+        return sum(self._bytes)
+
+    def restore(self) -> None:
+        """Reallocates the memory, filled with zeros."""
+        for storage, nbytes in zip(self._storages, self._bytes, strict=True):
+            if storage.device.type != "cpu":
+                storage.resize_(nbytes)
+            storage.fill_(0)
+
+
+def _give_pages(address: int, nbytes: int) -> None:
+    """Returns the whole pages of this memory to the system; they read as 0 afterwards. Shrinking the storage is
+    impossible: torch forbids it once NumPy has seen the storage, as in a transfer."""
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size <= 0:
+        return
+    libc, advice = ctypes.CDLL(None, use_errno=True), getattr(mmap, "MADV_DONTNEED", None)
+    if advice is None or libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice) != 0:
+        found = "this system cannot take pages back" if advice is None else os.strerror(ctypes.get_errno())
+        asked = f"sleep of the torch engine: {size} bytes back to the system"
+        raise GenerationError(explain(asked, found, "set placement=separate"))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +14,12 @@ import numpy as np
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
-from asyncrl.errors import BadRequest, GenerationError, explain
+from asyncrl.errors import BadRequest, DeadlineExceeded, GenerationError, WeightTransferError, explain
 from asyncrl.inference.shared.kv_admission import KvAdmission
 from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.process_engine import ProcessEngine
+from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.vllm.launch import Launcher, death_of
-from asyncrl.inference.vllm.publish_calls import VllmPublishCalls
 from asyncrl.inference.vllm.sampling_params import sampling_params
 from asyncrl.inference.vllm.streams import VllmStream
 from asyncrl.kernels.routers import expert_layers
@@ -80,13 +83,12 @@ class VllmEngine(ProcessEngine[VllmStream]):
         self._begin_load("load_staged")
         await self._publish("load_staged", self._transfer.load_staged(timeout_s))
 
-    async def sleep(self, level: int = 1) -> None:
-        """As `SleepingEngine.sleep`."""
-        self._require_sleep(f"sleep(level={level})")
-        if level > 1:
-            await self._ask(self._llm.collective_rpc("asyncrl_forget"))
-            self._forget_version()
-        await self._ask(self._llm.sleep(level))
+    async def sleep(self) -> None:
+        """As `SleepingEngine.sleep`, at vLLM's level 2: the weights are dropped."""
+        self._require_sleep("sleep()")
+        await self._ask(self._llm.collective_rpc("asyncrl_forget"))
+        self._forget_version()
+        await self._ask(self._llm.sleep(level=2))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """As `SleepingEngine.wake_up`."""
@@ -208,3 +210,53 @@ class VllmEngine(ProcessEngine[VllmStream]):
 
     async def _announce(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))
+
+
+_LOOKS_S = 0.005, 0.1
+"""First and longest polling interval for the end of staging; each poll costs a turn of vLLM's loop."""
+_GRACE_S = 10.0
+"""Extra time beyond the workers' own deadline."""
+
+
+class VllmPublishCalls(PublishCalls):
+    def __init__(self, llm: Any) -> None:
+        super().__init__("vLLM")
+        self._llm = llm
+        self._staged: tuple[Manifest, TransferSource] | None = None
+        """The staged publish."""
+
+    async def stage(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
+        """As `StagingEngine.stage_weights`; cancellation as in `receive`."""
+        self._staged = None
+        digest = await self._ended(self._stage, manifest, source, timeout_s)
+        self._staged = manifest, source
+        return digest
+
+    async def load_staged(self, timeout_s: float) -> None:
+        """As `StagingEngine.load_staged`; cancellation as in `receive`."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise WeightTransferError(explain("load staged weights", "none came whole", "stage a publish first"))
+        await self.receive(*staged, timeout_s)
+
+    async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        llm = self._llm
+        if source != self._joined and not manifest.is_staged:
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest({"source": pickle.dumps(source)}))
+        await llm.start_weight_update()
+        update = {"manifest": pickle.dumps(manifest), "timeout_s": timeout_s}
+        await llm.update_weights(WeightTransferUpdateRequest(update))
+        await llm.finish_weight_update()
+        return await llm.collective_rpc("asyncrl_outcome")
+
+    async def _stage(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
+        llm, (wait_s, longest_s), deadline = self._llm, _LOOKS_S, time.monotonic() + timeout_s + _GRACE_S
+        await llm.collective_rpc("asyncrl_stage", args=(pickle.dumps(source), pickle.dumps(manifest), timeout_s))
+        while None in (outcomes := await llm.collective_rpc("asyncrl_staged")):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"its workers keep no deadline: publish {manifest.publish_id} goes on")
+            await asyncio.sleep(wait_s)
+            wait_s = min(1.5 * wait_s, longest_s)
+        return outcomes

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedModel
 
+from asyncrl.algorithms.router_balance import routing_sums
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig
 from asyncrl.errors import ConfigError, explain
@@ -26,14 +27,155 @@ from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.context import ContextRanks
 from asyncrl.trainer.fsdp.model import Kernels, choose_attention, compile_layers, load_model, shard
 from asyncrl.trainer.fsdp.optimizer import Update
-from asyncrl.trainer.fsdp.policy import Policy
 from asyncrl.trainer.fsdp.proof import Way, agreed, forward_row, of_first_rank, prove_choices, prove_images
-from asyncrl.trainer.fsdp.trained import Reference, Trained, policy_outputs
 from asyncrl.trainer.step.batch import PackedTokens
-from asyncrl.trainer.step.model import StepModels, require_experts
-from asyncrl.trainer.token_logprobs import LogitRules
+from asyncrl.trainer.step.model import LossFunction, Output, Part, Routers, StepModels, TokenOutputs, require_experts
+from asyncrl.trainer.token_logprobs import LogitRules, among_kept, logprobs_beside, token_logprobs
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from asyncrl.weights.stored_layout import StoredLayout, stored_layout
+
+
+class Policy(nn.Module):
+    """`causal_lm` is the Hugging Face model; its names are the names of the weights."""
+
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        context: ContextRanks | None = None,
+        logits: LogitRules | None = None,
+        taps: RouterTaps | None = None,
+        way: Way | None = None,
+        images: ImageInputs | None = None,
+    ) -> None:
+        """
+        Args:
+            images: of the tokens; None: they have none.
+            way: how rows pass through the model; None: packed.
+            context: the ranks that share each row; None: this rank has whole rows.
+            logits: how logits are formed; None: the default.
+            taps: of `causal_lm`, for router replay and a load-balancing loss; None: neither is requested.
+        """
+        super().__init__()
+        self.causal_lm = causal_lm
+        self._context, self._way = context or ContextRanks(), way or Way()
+        self._logits = replace(logits or LogitRules(), cap=self._way.cap)
+        self._taps, self._images = taps, images
+        self._routers = None if taps is None else Routers(len(taps.layers), taps.per_token, taps.num_experts)
+
+    def forward(self, tokens: PackedTokens, temperature: float, *, routing: bool = False) -> tuple[torch.Tensor, ...]:
+        """Log-probability and entropy of each predicted token, [n] float32 each; see `token_logprobs`. With `routing`
+        also the sums of `routing_sums` over all tokens of the row. If `PackedTokens.others` are requested, their
+        log-probabilities, [n, k] float32, come last. The same on all ranks that share the row."""
+        part = self._context.part_of(tokens)
+        tokens = part.tokens
+        if self._images is not None:  # environments may have written images, which nothing predicts
+            tokens = replace(tokens, targets=self._images.plain(tokens.targets))
+        if self._routers is not None and tokens.experts is not None:
+            self._routers.require(tokens.experts)
+        hidden, choices = forward_row(self.causal_lm, part, self._way, self._taps, self._images, routing=routing)
+        temperature = temperature / self._way.scale
+        # Three ways to the log-probabilities: over the kept tokens, with further tokens, or of the targets alone.
+        head: Any = self.causal_lm.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        of_targets, rules = (hidden, head.weight, bias, tokens.targets), self._logits
+        others: tuple[torch.Tensor, ...] = ()
+        if tokens.kept is not None:  # never with other tokens: a teacher sees no filters
+            kept = tokens.kept.clamp(min=0)
+            found = among_kept(
+                *logprobs_beside(*of_targets, kept, temperature=temperature, rules=rules), tokens.kept >= 0
+            )
+        elif tokens.others is not None:
+            *found, of_others = logprobs_beside(*of_targets, tokens.others, temperature=temperature, rules=rules)
+            others = (of_others,)
+        else:
+            found = token_logprobs(*of_targets, temperature=temperature, rules=rules)
+        # Combine the results of the ranks that share the row.
+        sums = routing_sums(choices) if routing else ()
+        of_row = tuple(part.of_row(values) for values in (*found, *others))
+        return *of_row[:2], *(part.summed(values) for values in sums), *of_row[2:]
+
+
+class Trained(Generic[Output]):
+    """The `Model` of a module and its optimizer.
+
+    Gradients are reduced after every micro-batch, unless `FsdpConfig.reduce_every_microbatch` is false. Reduced
+    gradients accumulate as the rank's shard; unreduced ones take the memory of a whole model on every rank. Copies of
+    the model average their gradients only after the last micro-batch, since that moves one shard.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[[PackedTokens], Output],
+        update: Update,
+        *,
+        mesh: DeviceMesh,
+        fsdp: FsdpConfig,
+    ) -> None:
+        """`forward`: a pass through `module`, which is sharded over `mesh`. `update`: its optimizer."""
+        self._module, self._forward, self._num_ranks = module, forward, mesh.size()
+        self._has_copies, self._reduces_each = mesh.ndim > 1, fsdp.reduce_every_microbatch
+        self.clip_gradients, self.update, self.drop_gradients = update.clip, update.step, update.drop
+
+    def train(self, mode: bool) -> None:
+        self._module.train(mode)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[PackedTokens]) -> list[Output]:
+        return [self._forward(tokens) for tokens in batches]
+
+    def forward_backward(
+        self, batches: Sequence[PackedTokens], loss_function: LossFunction[Output], *, learns: Sequence[bool]
+    ) -> list[Part]:
+        found = []
+        for at, tokens in enumerate(batches):
+            self._reduce(is_last=at == len(batches) - 1)
+            found.append(self._part(at, tokens, loss_function, learns=learns[at]))
+        return found
+
+    def _reduce(self, *, is_last: bool) -> None:
+        """Sets how the next backward pass reduces its gradients."""
+        module = self._module
+        assert isinstance(module, FSDPModule), "it was sharded"
+        module.set_requires_gradient_sync(is_last or self._reduces_each)
+        if self._has_copies:
+            module.set_requires_all_reduce(is_last)
+
+    def _part(self, at: int, tokens: PackedTokens, loss_function: LossFunction[Output], *, learns: bool) -> Part:
+        with torch.set_grad_enabled(learns):
+            output = self._forward(tokens)
+            part = loss_function(at, output)
+            if tokens.balance is not None:
+                assert isinstance(output, TokenOutputs), "only a policy balances its routers"
+                assert output.given is not None, "the policy was built with its routing"
+                part = replace(part, balance=(tokens.balance * output.given).sum())
+        if learns:
+            (part.total * self._num_ranks).backward()  # FSDP averages gradients over ranks
+        return part.detached()
+
+
+class Reference:
+    """The `FrozenModel` of the reference."""
+
+    def __init__(self, opened: Callable[[], AbstractContextManager[Policy]]) -> None:
+        """`opened`: yields the reference model, which may be the policy without its adapters."""
+        self._opened = opened
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[PackedTokens]) -> list[TokenOutputs]:
+        # A reference chooses its own experts and evaluates the sampled tokens only.
+        own = [replace(tokens, experts=None, others=None) for tokens in batches]
+        with self._opened() as reference:
+            return [policy_outputs(reference, tokens) for tokens in own]
+
+
+def policy_outputs(policy: Policy, tokens: PackedTokens, *, routing: bool = False) -> TokenOutputs:
+    """`routing`: include the sums over a mixture's routers."""
+    found, others = policy(tokens, tokens.temperature, routing=routing), None
+    if tokens.others is not None:
+        *found, others = found
+    return TokenOutputs(*found, others=others)
 
 
 class Models:

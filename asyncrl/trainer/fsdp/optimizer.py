@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.trainer import TrainerConfig
+from asyncrl.trainer.backend import MOMENTS
 from asyncrl.trainer.host_copies import HostState, Slot
-from asyncrl.trainer.training_state import MOMENTS
 
 
 class Update:

@@ -12,11 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.trainer.backend import StoredAdapter
+from asyncrl.trainer.backend import MODELS, MOMENTS, WEIGHT, StoredAdapter, TensorKind, TrainingState
 from asyncrl.trainer.fsdp import lora
 from asyncrl.trainer.fsdp.sharded_state import TOTAL_STEPS, save
 from asyncrl.trainer.fsdp.stored_state import StoredState
-from asyncrl.trainer.training_state import MODELS, MOMENTS, WEIGHT, TensorKind, TrainingState
 from asyncrl.weights.encodings.base import BaseWeights
 from asyncrl.weights.encodings.lora import LORA_B
 from asyncrl.weights.stored_layout import StoredLayout, StoredPart

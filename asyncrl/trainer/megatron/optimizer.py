@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from asyncrl.config.trainer import TrainerConfig
+from asyncrl.trainer.backend import MOMENTS
 from asyncrl.trainer.host_copies import HostState, Slot
 from asyncrl.trainer.megatron.stored_state import MASTER
-from asyncrl.trainer.training_state import MOMENTS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,11 +17,10 @@ from safetensors import SafetensorError
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import StorageError, explain
-from asyncrl.trainer.backend import StoredAdapter
+from asyncrl.trainer.backend import WEIGHT, StoredAdapter, TensorKind, TrainingState
 from asyncrl.trainer.megatron.names import Block, LocalTensor, dim_of
 from asyncrl.trainer.megatron.sizes import ModelSizes
 from asyncrl.trainer.megatron.stored_state import MASTER, TOTAL_STEPS, RankFiles, file_of, header, write_file
-from asyncrl.trainer.training_state import WEIGHT, TensorKind, TrainingState
 from asyncrl.weights.plan import runs_of
 
 MAX_FILE_BYTES = 4 << 30
