@@ -59,7 +59,7 @@ _Thought = Annotated[
 ]
 
 
-class ChatMessage(Fields):
+class SentMessage(Fields):
     """`reasoning`: another name of `reasoning_content`."""
 
     role: str
@@ -122,7 +122,7 @@ def signatures(tools: Sequence[Mapping[str, Any]]) -> tuple[ToolSignature, ...]:
     return tuple(signature_of(function["name"], function.get("parameters") or {}) for function in functions)
 
 
-def for_template(message: ChatMessage) -> dict[str, Any]:
+def for_template(message: SentMessage) -> dict[str, Any]:
     """A checked message for chat templates, without unset fields."""
     made = {name: value for name, value in message.model_dump().items() if value is not None}
     if thought := made.pop("reasoning", None):

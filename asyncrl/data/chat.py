@@ -49,10 +49,6 @@ class Chat:
         self._skips = skip_special_tokens
         self._images = None if model.image_directory is None else ImageTokens(model, self._template.image_text)
 
-    def without_thoughts(self, text: str) -> str:
-        """The text behind the last thought, in the template's marks."""
-        return text.rpartition(self.thinking.closing)[2]
-
     @property
     def thinking(self) -> Thinking:
         """As `ChatTemplate.thinking`."""

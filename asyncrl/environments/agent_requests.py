@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from asyncrl.chat.fields import ApiError, Fields, Length, asks_for_nothing, parsed, short, unsupported
-from asyncrl.chat.messages import ChatMessage, OfferedTool, ResponseFormat, for_template, signatures, wish
+from asyncrl.chat.messages import OfferedTool, ResponseFormat, SentMessage, for_template, signatures, wish
 from asyncrl.chat.reply import DONE, Dialect, End, Event, MadeCall, Reply, call_body, head, made_call, usage
 from asyncrl.data.call_splitter import Part, Thought, text_in, thought_in
 from asyncrl.data.tool_calls import ToolCall, ToolSignature
@@ -70,7 +70,7 @@ _Flag = Annotated[bool, BeforeValidator(bool)]
 class _Body(Fields):
     """The fields that an agent can set; others are ignored."""
 
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "..."}]])
+    messages: list[SentMessage] = Field(min_length=1, fail_fast=True, examples=[[{"role": "user", "content": "..."}]])
     tools: list[OfferedTool] = Field([], fail_fast=True, examples=[[{"type": "function", "function": {"name": "..."}}]])
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None

@@ -337,7 +337,7 @@ class AgentSession:
     def _plain(self, message: Mapping[str, Any], stop: Sequence[str]) -> str:
         if message["role"] != "assistant":
             return message["content"].strip()
-        text = self.session.chat.without_thoughts(message["content"]).strip()
+        text = message["content"].rpartition(self.session.chat.thinking.closing)[2].strip()
         text = next((text.removesuffix(end) for end in stop if text.endswith(end)), text)
         return " ".join(text.split())
 

@@ -25,7 +25,7 @@ from asyncrl.chat.fields import (
     unsupported,
     whole,
 )
-from asyncrl.chat.messages import MAX_TOOLS, WRITTEN_BY_CLIENTS, ChatMessage, NamedTool, OfferedTool, ResponseFormat
+from asyncrl.chat.messages import MAX_TOOLS, WRITTEN_BY_CLIENTS, NamedTool, OfferedTool, ResponseFormat, SentMessage
 from asyncrl.inference.shared.request_checks import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
 
 MAX_CHOICES = 128
@@ -122,7 +122,7 @@ class StreamOptions(Fields):
     continuous_usage_stats: Literal[False] = False
 
 
-class Message(ChatMessage):
+class Message(SentMessage):
     model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": _NOTHING_SCHEMA})
 
     content: Annotated[Text, WithJsonSchema({"anyOf": [*_TEXT_SCHEMA, {"type": "null"}]})]  # type: ignore[misc]
