@@ -168,7 +168,7 @@ class _Sample:
     segments: tuple[tuple[Whole, Whole, Whole, int, str], ...] | None = None
     token_ends: tuple[Whole, ...] | None = None
     logprobs: tuple[float | None, ...] = ()
-    branches: tuple[dict[str, Any], ...] = ()
+    branches: tuple[Mapping[str, Any], ...] = ()
 
 
 def _lines(path: Path, read: Callable[[Any], T], unread: Counter[str]) -> Iterator[T]:
