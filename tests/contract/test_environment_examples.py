@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from asyncrl.environments.agent import AgentEnvironment
 from asyncrl.environments.tools import build_tools
 from tests.contract.test_tool_use import recipe_with
@@ -31,6 +33,17 @@ async def test_the_environment(tmp_path, monkeypatch):
     assert_exact(trajectory, session)
     assert dict(trajectory.reward_parts)["changed"] == 1
     assert session.rewarded == ["6"]
+
+
+async def test_the_game(tmp_path, monkeypatch):
+    pytest.importorskip("textarena", reason="TextArena is not installed: pip install textarena")
+    module, _ = example("GuessTheNumber", tmp_path, monkeypatch)
+    environment = getattr(__import__(module), "GuessTheNumber")()  # noqa: B009
+    session = ScriptedSession(chat_with(), *(f"[{number}]" for number in (1, 2, 3, 4)))
+    trajectory = await environment.run(task_of([1]), session)
+    assert_exact(trajectory, session)
+    assert environment.judges
+    assert trajectory.turns == 4
 
 
 async def test_the_tool(tmp_path, monkeypatch):
