@@ -4,7 +4,9 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -134,6 +136,43 @@ def test_an_environment_of_openenv_is_trained(inputs, start, tmp_path):
         run = start(*of_others(tmp_path), "rollout.environment=openenv", f"rollout.openenv={settings}")
         assert_trained(run)
     assert 0 < run.metrics[-1]["reward/mean"] <= 3
+
+
+HARNESSES = "openai_agents", "mini_swe_agent", "langgraph_agent", "smolagents_code"
+
+
+@pytest.mark.environments
+def test_agents_harnesses_are_trained_unmodified(harness_task, start):
+    """Each plays one group of a step."""
+    python = f"{ROOT}/.venv-harnesses/bin/python"
+    if not Path(python).exists():
+        pytest.skip("the harnesses are not installed: make install-harnesses")
+    programs = [f"recipes/agents/{name}.py" for name in HARNESSES]
+    assert_harnesses_are_trained(start, harness_task, [python, "tests/plugins/harnesses.py", *programs])
+
+
+@pytest.mark.parametrize(("program", "command"), [("claude_code", "claude"), ("codex", "codex")])
+def test_command_line_agents_are_trained_unmodified(harness_task, start, program, command):
+    if shutil.which("node") is None or shutil.which(command) is None:
+        pytest.skip(f"{command} is not installed: recipes/agent_harness.yaml names its package")
+    limit = "rollout.tool_use.max_trajectory_tokens=8192"
+    assert_harnesses_are_trained(start, harness_task, [sys.executable, f"recipes/agents/{program}.py"], limit)
+
+
+def assert_harnesses_are_trained(start, task, command, *overrides):
+    small = "batch.groups_per_step=2", "batch.group_size=2", "run.max_steps=2", "eval.every_steps=0"
+    run = start(*task, *small, f"rollout.agent.command={command}", *overrides, recipe="agent_harness")
+    assert_sound(run, max_lag=2, steps=2, timeout_s=800)
+    for record in run.metrics:
+        told = [record[f"reward/part/agent_{name}"] for name in ("requests", "branches", "trained_share")]
+        assert told == [2, 1, 1]
+        assert record["queue/failed"] == 0
+    assert all("Answer: " in sample["response"] for sample in run.samples)
+
+
+@pytest.fixture(scope="module")
+def harness_task(tmp_path_factory):
+    return made_tool_task("harness", tmp_path_factory.mktemp("harness-task"))
 
 
 def of_others(tmp_path):

@@ -1,0 +1,14 @@
+"""CodeAgent of smolagents as the agent: the policy writes Python, which its interpreter runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from smolagents import CodeAgent, LogLevel, OpenAIServerModel
+
+if __name__ == "__main__":
+    task = json.load(sys.stdin)["messages"][-1]["content"]
+    model = OpenAIServerModel("policy", os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+    print(CodeAgent(tools=[], model=model, max_steps=8, verbosity_level=LogLevel.OFF).run(task))
