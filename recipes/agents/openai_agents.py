@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
-from agents import Agent, Runner, function_tool, set_tracing_disabled
+from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
 from calculator import calculated
+from openai import AsyncOpenAI
 
 
 @function_tool
@@ -17,5 +18,6 @@ def calculator(expression: str) -> str:
 
 if __name__ == "__main__":
     set_tracing_disabled(True)  # traces go to a host of OpenAI
+    set_default_openai_client(AsyncOpenAI(timeout=None))  # the run limits the time of an answer
     agent = Agent(name="assistant", model="policy", tools=[calculator])
     print(Runner.run_sync(agent, json.load(sys.stdin)["messages"], max_turns=100).final_output)
