@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -138,41 +137,32 @@ def test_an_environment_of_openenv_is_trained(inputs, start, tmp_path):
     assert 0 < run.metrics[-1]["reward/mean"] <= 3
 
 
-HARNESSES = "openai_agents", "mini_swe_agent", "langgraph_agent", "smolagents_code"
+IN_THE_LANE = "openai_agents", "mini_swe_agent", "langgraph_agent", "smolagents_code"
 
 
-@pytest.mark.environments
-def test_agents_harnesses_are_trained_unmodified(harness_task, start):
-    """Each plays one group of a step."""
-    python = f"{ROOT}/.venv-harnesses/bin/python"
-    if not Path(python).exists():
-        pytest.skip("the harnesses are not installed: make install-harnesses")
-    programs = [f"recipes/agents/{name}.py" for name in HARNESSES]
-    assert_harnesses_are_trained(start, harness_task, [python, "tests/plugins/harnesses.py", *programs])
-
-
-@pytest.mark.parametrize(("program", "command"), [("claude_code", "claude"), ("codex", "codex")])
-def test_command_line_agents_are_trained_unmodified(harness_task, start, program, command):
-    if shutil.which("node") is None or shutil.which(command) is None:
-        pytest.skip(f"{command} is not installed: recipes/agent_harness.yaml names its package")
-    limit = "rollout.tool_use.max_trajectory_tokens=8192"
-    assert_harnesses_are_trained(start, harness_task, [sys.executable, f"recipes/agents/{program}.py"], limit)
-
-
-def assert_harnesses_are_trained(start, task, command, *overrides):
+@pytest.mark.parametrize(
+    ("programs", "needs", "branches"),
+    [
+        pytest.param(IN_THE_LANE, ".venv-harnesses/bin/python", 1.25, marks=pytest.mark.environments),  # smolagents: 2
+        (["claude_code"], "claude", 1),
+        (["codex"], "codex", 1),
+    ],
+    ids=["in_the_lane", "claude_code", "codex"],
+)
+def test_harnesses_are_trained_unmodified(start, tmp_path, programs, needs, branches):
+    """Each program plays one group."""
+    if shutil.which(ROOT / needs if "/" in needs else needs) is None:
+        pytest.skip(f"{needs} is not here: recipes/agent_harness.yaml says how to install it")
+    command = [f"{ROOT}/{needs}" if "/" in needs else sys.executable, "tests/plugins/harnesses.py", *programs]
     small = "batch.groups_per_step=2", "batch.group_size=2", "run.max_steps=2", "eval.every_steps=0"
-    run = start(*task, *small, f"rollout.agent.command={command}", *overrides, recipe="agent_harness")
+    task = *made_tool_task("harness", tmp_path), "rollout.tool_use.max_trajectory_tokens=8192"
+    run = start(*task, *small, f"rollout.agent.command={command}", recipe="agent_harness")
     assert_sound(run, max_lag=2, steps=2, timeout_s=800)
+    assert sum(record["reward/part/agent_branches"] for record in run.metrics) / 2 == branches
     for record in run.metrics:
-        told = [record[f"reward/part/agent_{name}"] for name in ("requests", "branches", "trained_share")]
-        assert told == [2, 1, 1]
-        assert record["queue/failed"] == 0
+        told = [record[f"reward/part/agent_{name}"] for name in ("requests", "trained_share")]
+        assert (told, record["queue/failed"]) == ([2, 1], 0)
     assert all("Answer: " in sample["response"] for sample in run.samples)
-
-
-@pytest.fixture(scope="module")
-def harness_task(tmp_path_factory):
-    return made_tool_task("harness", tmp_path_factory.mktemp("harness-task"))
 
 
 def of_others(tmp_path):
