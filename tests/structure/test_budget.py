@@ -13,7 +13,7 @@ from tests.structure.trees import tree_of
 
 PACKAGE = ROOT / "asyncrl"
 LINES = 45_980
-LINES_OF_TESTS = 42_946
+LINES_OF_TESTS = 42_947
 FILES = 460
 PROTOCOLS = 28
 REFUSALS = 132
