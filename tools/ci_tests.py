@@ -47,9 +47,9 @@ AT_A_TIME = 2.0
 """Seconds of the record that pass in one second of that machine, with so many workers on two cores."""
 UNKNOWN_S = 20.0
 """Of the slow tests of a file that no record has."""
-LANES = {"sglang": ("sglang",), "environments": ("verifiers", "openenv", "reasoning_gym")}
+LANES = {"sglang": ("sglang",), "environments": ("verifiers", "openenv", "reasoning_gym", "harness")}
 """Lane -> words: a file with one of them in its path is tested by this lane alone. `make test-LANE` runs it."""
-LANE_SECONDS = {"sglang": 700.0, "environments": 240.0}
+LANE_SECONDS = {"sglang": 700.0, "environments": 360.0}
 """With one process, and the making of the environment."""
 _FAILED = re.compile(r"^(\S+::.*) failed in its (?:setup|call|teardown):$")
 """As `Told` in tests/conftest.py says it, immediately."""

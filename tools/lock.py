@@ -6,7 +6,8 @@ gymnasium,verifiers+environments`. torch stays at the version that is pinned her
 file names no build, so pip takes the CPU wheel where its index offers one.
 
 `python tools/lock.py requirements/gpu-vllm.lock vllm,megatron+cuda` resolves for Linux on x86-64 with Python 3.12 and
-CUDA 13, and installs nothing: any machine can write it.
+CUDA 13, and installs nothing: any machine can write it. So does `python tools/lock.py requirements/harnesses.lock
+harnesses`, for the agents' harnesses of recipes/agents, which run in an environment of their own, without torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
@@ -38,6 +40,12 @@ OPENENV = "openenv==0.10.0"
 """Without its dependencies: it asks for fastmcp below 4, thus mcp below 2, and verifiers 0.4 for mcp 2.0.0. What it
 imports of fastmcp, version 4 has too; gradio, which draws its server's page, is not imported."""
 OPENENV_NEEDS = ("fastmcp>=4,<5", "websockets")
+HARNESSES = (
+    "openai-agents>=0.24,<1", "mini-swe-agent>=2.4,<3", "smolagents[openai]>=1.26,<2", "langgraph>=1.2,<2",
+    "langchain-openai>=1.7,<2",
+)  # fmt: skip
+UNUSED = ("boto3", "botocore", "datasets", "pandas", "pyarrow", "s3transfer")
+"""What only the harnesses' benchmarks and other providers need: a third of the size."""
 TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis")
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,6 +55,9 @@ def main() -> int:
     extras, _, engine = asked.partition("+")
     with tempfile.TemporaryDirectory() as directory:
         venv.create(directory, with_pip=True)
+        if asked == "harnesses":
+            found = _compiled(Path(directory), HARNESSES)
+            return _write(target, asked, [line for line in found if line.split("==")[0] not in UNUSED])
         if engine == "cuda":
             return _write(target, asked, _resolved(Path(directory), extras))
         pip = [str(Path(directory) / "bin/python"), "-m", "pip", "--disable-pip-version-check"]
@@ -66,17 +77,22 @@ def main() -> int:
 
 def _resolved(directory: Path, extras: str) -> list[str]:
     """What an environment with GPUs would hold, by the metadata of the packages alone."""
-    binaries = directory / "bin"
-    subprocess.run([binaries / "python", "-m", "pip", "install", "--quiet", "uv"], check=True)
     pins = directory / "pins.txt"
     pins.write_text("\n".join((TORCH, *PINS)) + "\n")
     platform = ("--python-platform", "x86_64-manylinux_2_28", "--python-version", "3.12")
-    quiet = ("--quiet", "--no-header", "--no-annotate", "--no-emit-index-url")
     wanted = [word for extra in extras.split(",") for word in ("--extra", extra)]
-    clusters = directory / "clusters.in"
-    clusters.write_text("ray[default]\n")  # what submits jobs and answers the probes of Kubernetes
-    command = [binaries / "uv", "pip", "compile", ROOT / "pyproject.toml", clusters, "--constraint", pins]
-    done = subprocess.run([*command, *platform, *quiet, *wanted], check=True, capture_output=True, text=True)
+    more = (str(ROOT / "pyproject.toml"), "--constraint", str(pins), *platform, *wanted)
+    return _compiled(directory, ["ray[default]"], *more)  # what submits jobs and answers the probes of Kubernetes
+
+
+def _compiled(directory: Path, asked: Sequence[str], *more: str) -> list[str]:
+    binaries = directory / "bin"
+    subprocess.run([binaries / "python", "-m", "pip", "install", "--quiet", "uv"], check=True)
+    file = directory / "asked.in"
+    file.write_text("\n".join(asked) + "\n")
+    quiet = ("--quiet", "--no-header", "--no-annotate", "--no-emit-index-url")
+    command = [binaries / "uv", "pip", "compile", file, *quiet, *more]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     return [line for line in done.stdout.splitlines() if "==" in line]
 
 

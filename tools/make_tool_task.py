@@ -4,7 +4,8 @@ guesses them.
 The warm-up studies calls of a calculator (`--task tool`), calls within one response (`--task interleaved`) or programs
 that compute (`--task code`), and ends on a mixture in which most results are guessed. What comes out copies a sum into
 a call or a program without fault, but seldom does: what reinforcement learning has to find out is that it pays. No
-network, about a minute on two cores; a second call returns at once.
+network, about a minute on two cores; a second call returns at once. `--task harness` writes another model, without
+training (tools/harness_model.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from asyncrl.data.rows import ChatMessage, PromptRow, to_record
 from asyncrl.environments.tools.calculator import Calculator
-from tools import make_tiny_model
+from tools import harness_model, make_tiny_model
 from tools.arithmetic import is_held_out
 from tools.make_tiny_model import END, MAX_THREADS, Example, Settings, build_model, warm_up
 
@@ -54,7 +55,7 @@ CHAT_TEMPLATE = (
 class ToolSettings:
     """Everything that decides the outcome."""
 
-    task: Literal["tool", "interleaved", "code"] = "tool"
+    task: Literal["tool", "interleaved", "code", "harness"] = "tool"
     seed: int = 0
     num_study: int = 8192
     """Sums of which `study_share` are computed, by a call or a program; the others are guessed."""
@@ -65,7 +66,7 @@ class ToolSettings:
 
     def key(self) -> str:
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
-        for file in (__file__, str(make_tiny_model.__file__)):
+        for file in (__file__, str(make_tiny_model.__file__), str(harness_model.__file__)):
             digest.update(Path(file).read_bytes())
         return digest.hexdigest()
 
@@ -163,6 +164,23 @@ def _joined(tokenizer: PreTrainedTokenizerFast, parts: Sequence[tuple[str, bool]
 
 def make_model(out: Path, settings: ToolSettings) -> None:
     """`out` appears, or is replaced, only when all of it is done."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        if settings.task == "harness":
+            harness_model.save(partial, settings.seed)
+        else:
+            _save_taught(partial, settings)
+        record = {"key": settings.key(), "settings": asdict(settings)}
+        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _save_taught(directory: Path, settings: ToolSettings) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
     from transformers.utils import logging
@@ -175,18 +193,8 @@ def make_model(out: Path, settings: ToolSettings) -> None:
     examples = corpus(tokenizer, settings)
     print(f"warming up {sum(p.numel() for p in model.parameters())} parameters on {len(examples)} examples", flush=True)
     warm_up(model.train(), examples, tiny)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        record = {"key": settings.key(), "settings": asdict(settings)}
-        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def write_data(directory: Path, task: str, num_train: int, num_test: int, seed: int) -> None:
@@ -194,13 +202,19 @@ def write_data(directory: Path, task: str, num_train: int, num_test: int, seed: 
     for split, num in (("train", num_train), ("test", num_test)):
         rows = [
             PromptRow((ChatMessage("user", s.question),), str(s.answer), DATA_SOURCE, _extra(task, s), f"{split}:{i}")
-            for i, s in enumerate(make_sums(num, seed, held_out=split == "test"))
+            for i, s in enumerate(_sums(task, num, seed, held_out=split == "test"))
         ]
         path = directory / f"{task}_{split}.jsonl"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text("".join(json.dumps(to_record(row)) + "\n" for row in rows), encoding="utf-8")
         partial.replace(path)
         print(f"wrote {path}: {len(rows)} sums")
+
+
+def _sums(task: str, num: int, seed: int, *, held_out: bool) -> list[Sum]:
+    if task == "harness":  # its model knows one sum
+        return [Sum(f"What is 2+2? ({held_out + 2 * number})", "2+2", 4, 5) for number in range(num)]
+    return make_sums(num, seed, held_out=held_out)
 
 
 def _extra(task: str, asked: Sum) -> tuple[tuple[str, str], ...]:
@@ -236,7 +250,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=str(__doc__).split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--task", choices=("tool", "interleaved", "code"), default="tool")
+    parser.add_argument("--task", choices=("tool", "interleaved", "code", "harness"), default="tool")
     parser.add_argument("--out", type=Path, help="directory of the model (default: runs/tiny-TASK-qwen3)")
     parser.add_argument("--data", type=Path, default=Path("data"), help="directory of TASK_train and TASK_test")
     parser.add_argument("--num-train", type=int, default=2048, help="sums to train on")

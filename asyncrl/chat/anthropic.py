@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 from asyncrl.chat.fields import ApiError, Fields, Length, Served, own_tools, parsed, unsupported
 from asyncrl.chat.reply import Dialect, End, Event, MadeCall, Reply, text_of, texts_joined, with_system
 
+_SIGNATURE = "unsigned"
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 _ERRORS |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 
@@ -202,10 +203,14 @@ class MessagesReply(Reply):
         """Ends the open block, if any."""
         if not self._open:
             return []
-        event = self._about("stop")
-        self._blocks.append(_block(self._open, "".join(self._pieces)))
+        events, block = [self._about("stop")], _block(self._open, "".join(self._pieces))
+        if self._open == "thinking":
+            # Clients send thoughts without a signature back as text.
+            block["signature"] = _SIGNATURE
+            events.insert(0, self._about("delta", delta={"type": "signature_delta", "signature": _SIGNATURE}))
+        self._blocks.append(block)
         self._open, self._pieces = "", []
-        return [event]
+        return events
 
     def _about(self, what: str, **data: Any) -> Event:
         return _event(f"content_block_{what}", index=len(self._blocks), **data)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from asyncrl.errors import ConfigError, explain
 
+_TOOL_TASKS = "interleaved", "code", "harness"
 _COMMANDS = (
     # command, the model that it makes, the name of the datasets that it makes
     ("python tools/make_tiny_model.py --out runs/tiny-qwen3", "tiny-qwen3", ""),
     ("python tools/make_arithmetic_dataset.py --out data", "", "arithmetic"),
     ("python tools/make_arithmetic_dataset.py --schema gsm8k --out data", "", "gsm8k"),
     ("python tools/make_tool_task.py", "tiny-tool-qwen3", "tool"),
-    ("python tools/make_tool_task.py --task interleaved", "tiny-interleaved-qwen3", "interleaved"),
-    ("python tools/make_tool_task.py --task code", "tiny-code-qwen3", "code"),
+    *((f"python tools/make_tool_task.py --task {task}", f"tiny-{task}-qwen3", task) for task in _TOOL_TASKS),
     ("python tools/make_tiny_vision.py", "tiny-vision", "drawn_numbers"),
     ("make real-model", "smollm2-135m-instruct", "chain_sum"),
 )

@@ -338,8 +338,7 @@ class AgentSession:
         if message["role"] != "assistant":
             return message["content"].strip()
         text = message["content"].rpartition(self.session.chat.thinking.closing)[2].strip()
-        text = next((text.removesuffix(end) for end in stop if text.endswith(end)), text)
-        return " ".join(text.split())
+        return " ".join(_up_to(text, stop).split())
 
     def _parting(self, branches: Sequence[Sequence[_Node]]) -> str:
         """The two texts at which the first two branches part."""

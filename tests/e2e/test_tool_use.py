@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 
 import psutil
@@ -134,6 +135,34 @@ def test_an_environment_of_openenv_is_trained(inputs, start, tmp_path):
         run = start(*of_others(tmp_path), "rollout.environment=openenv", f"rollout.openenv={settings}")
         assert_trained(run)
     assert 0 < run.metrics[-1]["reward/mean"] <= 3
+
+
+IN_THE_LANE = "openai_agents", "mini_swe_agent", "langgraph_agent", "smolagents_code"
+
+
+@pytest.mark.parametrize(
+    ("programs", "needs", "branches"),
+    [
+        pytest.param(IN_THE_LANE, ".venv-harnesses/bin/python", 1.0, marks=pytest.mark.environments),
+        (["claude_code"], "claude", 1),
+        (["codex"], "codex", 1),
+    ],
+    ids=["in_the_lane", "claude_code", "codex"],
+)
+def test_harnesses_are_trained_unmodified(start, tmp_path, programs, needs, branches):
+    """Each program plays one group."""
+    if shutil.which(ROOT / needs if "/" in needs else needs) is None:
+        pytest.skip(f"{needs} is not here: recipes/agent_harness.yaml says how to install it")
+    command = [f"{ROOT}/{needs}" if "/" in needs else sys.executable, "tests/plugins/harnesses.py", *programs]
+    small = "batch.groups_per_step=2", "batch.group_size=2", "run.max_steps=2", "eval.every_steps=0"
+    task = *made_tool_task("harness", tmp_path), "rollout.tool_use.max_trajectory_tokens=8192"
+    run = start(*task, *small, f"rollout.agent.command={command}", recipe="agent_harness")
+    assert_sound(run, max_lag=2, steps=2, timeout_s=800)
+    assert sum(record["reward/part/agent_branches"] for record in run.metrics) / 2 == branches
+    for record in run.metrics:
+        told = [record[f"reward/part/agent_{name}"] for name in ("requests", "trained_share")]
+        assert (told, record["queue/failed"]) == ([2, 1], 0)
+    assert all("Answer: " in sample["response"] for sample in run.samples)
 
 
 def of_others(tmp_path):

@@ -227,6 +227,11 @@ def as_called_by(message, call_id, content=None):
         ("<think>hm</think>yes", lambda m: [{"role": "assistant", "content": "yes", "reasoning": " hm"}], {}),
         (f"<think>hm</think>I add.\n{CALL}", lambda m: as_called_by(m, m["tool_calls"][0]["id"], ""), {}),
         ("x = 1</code>", lambda m: [{"role": "assistant", "content": f"{m['content']}</code>"}], {"stop": ["</code>"]}),
+        (
+            "x = 1\n",
+            lambda m: [{"role": "assistant", "content": f"{m['content']}</code>\nCalling tools:\n[]"}],
+            {"stop": ["Calling tools:", "</code>"]},
+        ),
         ("fine", lambda m: [m], {"keeps_tools": False}),
     ],
 )
