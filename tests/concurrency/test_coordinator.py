@@ -634,12 +634,6 @@ async def test_a_rolling_publish_sends_a_copy_also_where_training_waits_for_it(t
     assert rig.trainers.snapshots == len(rig.queue.published_versions) == 3
 
 
-async def test_a_mode_that_empties_the_queue_publishes_while_training_waits(tmp_path):
-    rig = Rig(tmp_path, "weights.overlap=true", "mode=one_step_off", max_steps=2)
-    await rig.run()
-    assert (rig.sent(), rig.trainers.snapshots) == ([0, 1, 2], 0)
-
-
 EVALUATED = ("eval.every_steps=1", "staleness.publish_every_steps=2")
 
 
@@ -746,13 +740,6 @@ async def test_a_resumed_run_that_cannot_compare_trains_on(tmp_path, caplog):
     again.rollouter.score = dies
     await again.run()
     assert "were not compared after the resume: every replica is lost" in caplog.text
-
-
-async def test_a_guard_that_watches_changes_nothing(tmp_path):
-    rig = Rig(tmp_path, "staleness.guard=watch", "staleness.guard_rules.stop_steps=1", max_steps=9)
-    await rig.run()
-    assert (rig.queue.limits, rig.saved()) == ([], ["step_9"])
-    assert {e["action"] for e in rig.events("guard_changed")} == {"tightened", "stopped"}
 
 
 @pytest.mark.parametrize("where", ["groups", "drain", "evaluation", "training"])

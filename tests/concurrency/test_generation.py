@@ -117,23 +117,6 @@ async def test_publishes_in_the_middle_of_generation(mode):
             assert all(len({s.version for s in g.segments}) == 1 for g in generations)
 
 
-async def test_a_request_before_the_first_commit_waits_and_then_says_why():
-    async with Fleet(gate_timeout_s=0.05, version=None) as fleet:
-        with pytest.raises(GenerationError, match="no committed version yet"):
-            await fleet.client.generate(PROMPT, SamplingParams(max_tokens=4))
-
-
-async def test_a_request_that_waited_at_the_gate_runs_after_the_first_commit():
-    async with Fleet(version=None) as fleet:
-        waiting = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=4)))
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        await fleet.publish(3)
-        generation = await waiting
-        check(generation)
-        assert generation.segments[0].version == 3
-
-
 async def test_a_lost_replica_keeps_every_token_that_was_streamed():
     async with Fleet(tick_s=0.001) as fleet:
         running = [asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=60))) for _ in range(8)]
@@ -207,15 +190,6 @@ async def test_the_wait_for_a_place_at_a_replica_that_streams_nothing_has_a_dead
         )
         assert all("within 0.3 s" in str(error) for error in failed), failed
         assert fleet.client.in_flight == 0
-
-
-async def test_close_ends_pending_requests():
-    async with Fleet(1, tick_s=0.01) as fleet:
-        running = asyncio.create_task(fleet.client.generate(PROMPT, SamplingParams(max_tokens=1000)))
-        await asyncio.sleep(0.02)
-        await fleet.client.close()
-        with pytest.raises(GenerationError, match="closed"):
-            await asyncio.wait_for(running, 20)
 
 
 async def test_a_replica_that_comes_back_is_sent_requests_again():

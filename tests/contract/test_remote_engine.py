@@ -185,18 +185,33 @@ async def test_a_publish_reaches_the_server_while_nothing_is_sampled():
         assert order[-4:] == ["/pause", "/collective_rpc", "/update_weight_version", "/resume"]
 
 
-async def test_a_publish_that_a_worker_refuses_is_an_error_of_the_publish():
+async def publish(kind, engine, weights, version, mode):
+    """SGLang's server reads files; that of vLLM is told of a source and takes nothing from it."""
+    if kind == "sglang":
+        publisher = Publisher(engine, "disk")
+        try:
+            await publisher.publish(weights, version, mode)
+        finally:
+            await publisher.close()
+        return
+    await within(engine.pause(mode))
+    await within(engine.load_weights(make_manifest(1, version, SPECS, 4096), SOURCE, 5.0))
+    await within(engine.commit(version))
+    await within(engine.resume())
+
+
+async def test_a_publish_that_the_server_refuses_is_an_error_of_the_publish(kind, weights):
     async def refuse(*_):
         raise WeightTransferError("no such tensor")
 
-    async with serving(script=FakeScript(load_hook=refuse)) as (server, engine):
-        await within(engine.pause("abort"))
+    async with serving(kind, script=FakeScript(load_hook=refuse)) as (server, engine):
         with pytest.raises(WeightTransferError, match="no such tensor"):
-            await within(engine.load_weights(make_manifest(1, 7, SPECS, 4096), SOURCE, 5.0))
-        server.fail_next = "/collective_rpc"
+            await publish(kind, engine, weights, 1, "abort")
+        server.fail_next = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}[kind]
         with pytest.raises(WeightTransferError, match="scripted failure"):
-            await within(engine.load_weights(make_manifest(2, 7, SPECS, 4096), SOURCE, 5.0))
+            await publish(kind, engine, weights, 2, "abort")
         assert engine.health().alive, "the next publish may succeed"
+        assert engine.health().version == 0
 
 
 @pytest.mark.slow
@@ -252,22 +267,6 @@ async def test_sglang_loads_the_files_of_a_publish_while_nothing_is_sampled(weig
         await publisher.close()
 
 
-async def test_a_publish_that_sglang_refuses_is_an_error_of_the_publish(weights):
-    async def refuse(*_):
-        raise WeightTransferError("no such tensor")
-
-    async with serving("sglang", script=FakeScript(load_hook=refuse)) as (server, engine):
-        publisher = Publisher(engine, "disk")
-        with pytest.raises(WeightTransferError, match="no such tensor"):
-            await publisher.publish(weights, 1, "abort")
-        server.fail_next = "/update_weights_from_disk"
-        with pytest.raises(WeightTransferError, match="scripted failure"):
-            await publisher.publish(weights, 2, "abort")
-        assert engine.health().alive, "the next publish may succeed"
-        assert engine.health().version == 0
-        await publisher.close()
-
-
 @pytest.mark.slow
 async def test_a_server_of_sglang_that_loads_for_long_is_not_lost_and_one_that_hangs_is(weights):
     """What samples answers nothing in both cases."""
@@ -276,12 +275,10 @@ async def test_a_server_of_sglang_that_loads_for_long_is_not_lost_and_one_that_h
         await asyncio.sleep(3.0)
 
     async with serving("sglang", script=FakeScript(load_hook=slow), lost_after_s=1.0) as (server, engine):
-        publisher = Publisher(engine, "disk")
-        await publisher.publish(weights, 1, "abort")
+        await publish("sglang", engine, weights, 1, "abort")
         assert set((await complete(engine)).versions) == {1}
         async with server.busy:
             assert "/server_info: no answer" in await ends(engine)
-        await publisher.close()
 
 
 async def test_sglang_keeps_no_request_whose_connection_is_gone():
@@ -319,15 +316,13 @@ async def test_weights_that_show_nothing_at_the_start_are_looked_at_after_the_fi
     async with up("sglang", raw=raw) as server:
         server.flat = True
         async with running(make_engine(server.url, "sglang", real=False)) as engine:
-            publisher = Publisher(engine, "disk")
             server.flat = False
             if raw:
                 with pytest.raises(GenerationError, match="before temperature"):
-                    await publisher.publish(weights, 1, "abort")
+                    await publish("sglang", engine, weights, 1, "abort")
             else:
-                await publisher.publish(weights, 1, "abort")
+                await publish("sglang", engine, weights, 1, "abort")
                 assert set((await complete(engine)).versions) == {1}
-            await publisher.close()
 
 
 async def test_no_replica_uses_the_cache_of_one_before_it():
@@ -399,15 +394,7 @@ async def test_a_server_that_has_restarted_serves_only_after_a_publish(kind, wei
             held = Client(again, make_request(max_tokens=4))
             await settle()
             assert held.chunks == []
-            if kind == "vllm":
-                await within(again.pause("keep"))
-                await within(again.load_weights(make_manifest(1, 3, SPECS, 4096), SOURCE, 5.0))
-                await within(again.commit(3))
-                await within(again.resume())
-            else:
-                publisher = Publisher(again, "disk")
-                await publisher.publish(weights, 3, "keep")
-                await publisher.close()
+            await publish(kind, again, weights, 3, "keep")
             assert (await held.done()).versions == [3] * 4
             await within(again.stop())
 

@@ -171,31 +171,6 @@ async def test_one_client_never_has_more_than_its_share(tmp_path):
         assert most == SLOTS * SHARE
 
 
-async def test_before_the_first_publish_a_request_waits_and_is_answered_by_it(tmp_path):
-    async with beside(tmp_path, publish_first=False) as run:
-        asking = run.asked()
-        await until(lambda: run.server._metrics.waiting == 1, "it does not arrive")
-        assert not asking.done()
-        await run.publish("abort")
-        assert (await asking).weight_version == 1
-
-
-async def test_a_gate_that_stays_closed_is_said_to_be_the_reason(tmp_path):
-    async with beside(tmp_path, publish_first=False, wait_timeout_s=0.5) as run:
-        with pytest.raises(openai.InternalServerError, match="no replica has a committed version yet"):
-            await run.asked()
-
-
-async def test_what_is_in_flight_when_a_replica_is_replaced_goes_on_elsewhere(tmp_path):
-    async with beside(tmp_path) as run:
-        asking = run.asked(max_tokens=600, extra_body={"ignore_eos": True})
-        await until(lambda: any(e.health().generated_tokens > 30 for e in run.engines), "it does not begin")
-        (at,) = [i for i, engine in enumerate(run.engines) if engine.health().running]
-        await run.server.set_replicas(run.rows.drop(at))
-        assert (await asking).choices[0].text == "B" * 600
-        assert run.engines[1 - at].health().generated_tokens > 0
-
-
 async def test_the_file_names_the_server_and_the_key_is_asked_for(tmp_path):
     async with beside(tmp_path) as run:
         await until(run.file.exists, "no discovery file")

@@ -91,13 +91,6 @@ async def test_what_a_tool_raises_or_exits_with_is_text_and_costs_nothing(pool):
     assert (await pool.run("odd", {"how": "pid"})).text == pid
 
 
-async def test_a_process_that_died_idle_is_replaced(pool):
-    pid = int((await pool.run("odd", {"how": "pid"})).text)
-    os.kill(pid, signal.SIGKILL)
-    await until(lambda: not is_alive(pid))
-    assert int((await pool.run("odd", {"how": "pid"})).text) != pid
-
-
 async def test_closing_ends_what_runs_and_refuses_what_waits(pool):
     running = asyncio.create_task(pool.run("odd", {"how": "sleep"}))
     waiting = [asyncio.create_task(pool.run("odd", {"how": "pid"})) for _ in range(3)]

@@ -178,22 +178,3 @@ def test_a_cluster_that_is_not_there_is_asked_for_and_the_command_can_be_repeate
     assert "ray start --head" in log
     assert "RAY_AUTH_MODE=token" in log
     assert not (tmp_path / "run" / "config.json").exists()
-
-
-@pytest.mark.slow
-def test_a_dead_replica_is_replaced_and_nothing_is_lost(start):
-    soon = "ray.health_interval_s=0.5", "ray.health_timeout_s=6", "recovery.rejoin_timeout_s=4"
-    run = start(*SMALL, "run.max_steps=2000", *soon)
-    run.wait_for_step(2)
-    first, second = run.actor_pids("Replica")
-    psutil.Process(first).kill()
-    run.wait_for_event("replica_serving", count=3)  # both of them did at the start
-    reached = run.metrics[-1]["step"]
-    psutil.Process(second).suspend()
-    run.wait_for_event("replica_serving", count=4)
-    assert run.metrics[-1]["step"] > reached, "training went on meanwhile"
-    # Ray kills what does not end by itself in 5 s
-    run.wait_for(lambda: not {first, second} & set(run.actor_pids("Replica")), "the end of the replaced processes", 90)
-    finish(run, more_steps=0)
-    trained = run.transitions("trained")
-    assert len(trained) == len(set(trained)) == run.metrics[-1]["queue/trained"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms import build_correction, build_objective
+from asyncrl.algorithms import build_correction
 from asyncrl.algorithms.loss import FittedCorrection
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from asyncrl.config.algorithm_parts import CORRECTIONS
@@ -153,20 +153,6 @@ def test_empty_masks_single_tokens_and_masked_sequences(name, ratio):
     hidden = t.with_(mask=t.mask & (t.sequences != 2))
     rest = hidden.pick(np.flatnonzero(hidden.sequences != 2))
     np.testing.assert_array_equal(run(correction, hidden)[0][hidden.sequences != 2], run(correction, rest)[0])
-
-
-def test_decoupled_ppo_is_the_equation_5_of_areal():
-    """prox / behavior, truncated, times the clipped objective on theta / prox."""
-    t = draw(8)
-    config = AlgorithmConfig(
-        clip_low=0.2, clip_high=0.2, ratio="proximal", corrections=[CorrectionConfig(name="truncated_is", high=5.0)]
-    )
-    value, seen = build_objective(config)(t.torch())
-    u = np.exp(t.logprobs - t.old_logprobs)
-    clipped = np.minimum(u * t.advantages, u.clip(0.8, 1.2) * t.advantages)
-    weight = np.minimum(np.exp(t.old_logprobs - t.behavior_logprobs), 5.0)
-    assert value.item() == pytest.approx(-(t.weights * weight * clipped)[t.mask].sum(), rel=1e-12)
-    assert "train/touched_fraction/truncated_is" in dict(seen.sums)
 
 
 @pytest.mark.parametrize("name", list(CORRECTIONS))

@@ -187,15 +187,18 @@ def test_neither_ranks_nor_micro_batches_nor_group_order_matter(aggregation, los
             np.testing.assert_allclose(slope, slopes_of[key], rtol=1e-10, atol=1e-15)
 
 
-def test_junk_under_the_mask_reaches_neither_value_nor_gradient_nor_statistics():
-    t = draw(3)
-    clean = gradients(build_objective(everything("gspo")), t)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e30])
+def test_junk_under_the_mask_reaches_neither_value_nor_gradient_nor_statistics(value, weighted):
+    t, config = draw(3), everything("gspo")
+    objective = build_objective(replace(config, kl=replace(config.kl, importance_weighted=weighted)))
+    clean = gradients(objective, t)
     junk = {
-        name: np.where(t.mask, getattr(t, name), np.nan)
+        name: np.where(t.mask, getattr(t, name), value)
         for name in Tokens.__dataclass_fields__
         if name not in ("mask", "sequences")
     }
-    dirty = gradients(build_objective(everything("gspo")), t.with_(**junk))
+    dirty = gradients(objective, t.with_(**junk))
     assert dirty[0] == clean[0]
     np.testing.assert_array_equal(dirty[1], clean[1])
     np.testing.assert_array_equal(dirty[2], clean[2])

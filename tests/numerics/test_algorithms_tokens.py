@@ -48,16 +48,6 @@ def test_gae_is_the_recursion(gamma, lam):
     np.testing.assert_allclose(returns.numpy(), expected + values.numpy(), rtol=1e-10, atol=1e-12)
 
 
-def test_gae_with_lam_1_is_the_return_minus_the_value_and_with_lam_0_one_step():
-    rewards, values, sequences = packed(trajectories(1))
-    whole, _ = gae_advantages(rewards, values, sequences, 0.97, 1.0)
-    torch.testing.assert_close(whole, discounted_returns(rewards, sequences, 0.97) - values)
-    following = torch.cat([values[1:], torch.zeros(1, dtype=values.dtype)])
-    following[:-1][sequences[1:] != sequences[:-1]] = 0
-    one, _ = gae_advantages(rewards, values, sequences, 0.97, 0.0)
-    torch.testing.assert_close(one, rewards + 0.97 * following - values)
-
-
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 0.99, 1.0])
 def test_returns_are_discounted_sums(gamma):
     parts = trajectories(2)
@@ -177,17 +167,6 @@ def test_kl_estimates_are_schulmans(estimator):
     found.sum().backward()
     expected = slopes(lambda x: paper_kl(x, t.reference, t.mask, estimator).sum(), t.logprobs)
     np.testing.assert_allclose(logprobs.grad.numpy(), expected, atol=1e-7)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimates_over_a_whole_vocabulary_are_the_divergence(estimator):
-    """k1 and k3 are unbiased; k2 is close where the policies are."""
-    g = np.random.default_rng(4)
-    logits = g.normal(size=50)
-    p, q = (np.exp(x - np.logaddexp.reduce(x)) for x in (logits, logits + g.normal(0, 0.05, 50)))
-    estimates = kl_estimate(*(torch.tensor(np.log(x)) for x in (p, q)), estimator, torch.ones(50, dtype=torch.bool))
-    tolerance = 0.05 if estimator == "k2" else 1e-9
-    assert (p * estimates.numpy()).sum() == pytest.approx((p * np.log(p / q)).sum(), rel=tolerance)
 
 
 def test_k3_of_a_token_that_was_given_up_is_bounded_and_pulls_back():

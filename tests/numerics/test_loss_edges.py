@@ -62,21 +62,6 @@ def test_masked_tokens_contribute_nothing_whatever_they_hold(loss, junk, field):
 
 
 @every_loss
-def test_an_empty_mask_is_zero_with_zero_gradient(loss):
-    t = draw(3)
-    for found in run(loss, t.with_(mask=np.zeros_like(t.mask), logprobs=t.logprobs * np.nan)):
-        assert not found.any()
-
-
-@every_loss
-def test_a_single_token_is_its_own_sequence(loss):
-    t = draw(4, sizes=(1,), masked=0)
-    values, gradient, _ = run(loss, t)
-    assert values.shape == gradient.shape == (1,)
-    assert values[0] != 0
-
-
-@every_loss
 def test_an_all_masked_sequence_changes_nothing_for_the_others(loss):
     t = draw(5, sizes=(5, 4, 6), masked=0)
     hidden = t.with_(mask=t.sequences != 1)

@@ -63,28 +63,6 @@ def test_for_one_layer_it_is_hugging_faces_with_its_gradient(seed):
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_an_even_load_gives_the_experts_per_token():
-    even = torch.zeros(EXPERTS, EXPERTS)
-    for token in range(EXPERTS):
-        even[token, [token, (token + 1) % EXPERTS]] = 1e-3
-    assert whole_loss([even] * LAYERS).item() == pytest.approx(TOP, rel=1e-4)
-    assert whole_loss([torch.arange(EXPERTS).float().repeat(TOKENS, 1)] * LAYERS).item() > 2 * TOP
-
-
-def test_parts_add_up_to_the_whole_with_its_gradient():
-    layers, parts = logits_of(3), logits_of(3)
-    whole_loss(layers).backward()
-    tokens = torch.tensor(float(TOKENS))
-    fractions = sums_of(layers)[0] / tokens
-    cuts = ((0, 7), (7, 8), (8, TOKENS))
-    weights = balance_weights(fractions, tokens)
-    found = [(weights * sums_of([x[a:b] for x in parts])[1]).sum() for a, b in cuts]
-    sum(found).backward()
-    assert sum(found).item() == pytest.approx(whole_loss(layers).item(), rel=1e-6)
-    for one, other in zip(layers, parts, strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-
-
 # -- in training ---------------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, GaeConfig, KlConfig
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.trainer import FsdpConfig, LoraConfig, TrainerConfig
-from asyncrl.errors import ConfigError, WeightTransferError
-from asyncrl.inference.torch_engine.parameter_sink import ParameterSink
+from asyncrl.errors import ConfigError
 from asyncrl.trainer.backends import memory_of
 from asyncrl.trainer.fsdp import sharded_state as state
 from asyncrl.trainer.fsdp.backend import Publication
@@ -24,7 +23,6 @@ from asyncrl.trainer.step.batch import pack
 from asyncrl.types import LeaseManifest, ModelFacts
 from asyncrl.types.metrics import Metric
 from asyncrl.weights.encodings.base import BaseWeights
-from asyncrl.weights.packing import spec_of
 from asyncrl_testing.backend_suite import assert_same_weights, random_lease, weights_of
 from asyncrl_testing.random_model import random_qwen3
 from tests.backends import save
@@ -355,27 +353,6 @@ def test_a_replica_merges_what_peft_would(path):
     logprobs = backend.logprobs(plan_of(lease), lease.trajectories)
     key, t = next((k, t) for k, t in lease.trajectories.items() if len(t.response_ids) > 5)
     torch.testing.assert_close(logprobs[key].double(), single_logprobs(expected, t), atol=1e-4, rtol=0)
-
-
-def test_merging_starts_from_the_files_every_time(path):
-    backend, _, _ = trained_lora(path)
-    published = {name: t.clone() for name, t in backend.named_weights()}
-    base = BaseWeights(path)
-    target = random_qwen3(seed=9, **SIZES)
-    for _ in range(2):
-        sink = ParameterSink(target.state_dict())
-        for name, tensor in base.merged(published):
-            sink.write(spec_of(name, tensor), 0, tensor.contiguous().view(-1).view(torch.uint8))
-        sink.finish()
-    for name, tensor in base.merged(published):
-        assert torch.equal(target.state_dict()[name], tensor), name
-
-
-def test_adapters_of_another_model_are_refused(path):
-    base = BaseWeights(path)
-    a = torch.zeros(4, 32)
-    with pytest.raises(WeightTransferError, match="absent"):
-        next(base.merged({"absent.lora_A.weight": a, "absent.lora_B.weight": a}))
 
 
 def test_only_adapters_are_trained_and_the_reference_is_the_model_without_them(path):

@@ -1,4 +1,5 @@
-"""The audit of a run: legal logs are clean, and every corruption of one is found or breaks no promise."""
+"""The audit of a run: legal logs are clean, what is wrong in one is named, and no file is too much for it. What becomes
+of every kind of damage, `test_audit_mutations.py` says."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.audit import Audit, AuditReport, Finding, audit_run, main
@@ -32,19 +33,12 @@ from tests.unit.audit_model import (
     broken_promise,
     replay,
     sealed,
-    surviving,
 )
 
 
 def unconfirmed(log: bytes) -> list[Finding]:
     """What the hashes do not confirm."""
     return read_log(io.BytesIO(log), Audit(LIMITS))
-
-
-def counted(run: Run, *kinds: str) -> list[int]:
-    """Places of the lines of these kinds, without those of a queue that was given up."""
-    late = {id(event) for event in run.late}
-    return [i for i, event in enumerate(run.events) if event["event"] in kinds and id(event) not in late]
 
 
 SEEDS = st.integers(0, 2**32)
@@ -62,90 +56,18 @@ def test_a_legal_log_is_clean_and_agrees_with_the_model(seed, crashes):
     assert audit.replaced.total() == len(run.late)
 
 
-@given(seed=SEEDS, crashes=st.booleans(), place=st.integers(0, 10**6))
-def test_a_lost_transition_is_found_unless_a_restart_undid_it(seed, crashes, place):
-    events = Run(seed, crashes=crashes).events
-    kept = [i for i, e in enumerate(events) if e["event"] in ("group", "step", "snapshot")]
-    at = kept[place % len(kept)]
-    lost = events.pop(at)
-    found = replay(events).findings
-    # A running group may expire or be returned whether or not it was issued or ready in between.
-    passing = lost["event"] == "snapshot" or lost.get("transition") in ("ready", "reissued")
-    if not passing and any(e is lost for e in surviving([*events[:at], lost, *events[at:]])):
-        assert found
-    elif not found:
-        assert broken_promise(events) == ""
-
-
-@given(seed=SEEDS, crashes=st.booleans(), place=st.integers(0, 10**6))
-def test_a_transition_told_twice_is_always_found(seed, crashes, place):
-    run = Run(seed, crashes=crashes)
-    events, kept = run.events, counted(run, "group", "step", "snapshot", "end")
-    at = kept[place % len(kept)]
-    events.insert(at, dict(events[at]))
-    assert replay(events).findings or events[at]["event"] == "end"
-
-
-@given(seed=SEEDS, crashes=st.booleans(), place=st.integers(0, 10**6))
-def test_two_lines_that_changed_places_are_found_unless_they_commute(seed, crashes, place):
-    events = Run(seed, crashes=crashes).events
-    at = place % (len(events) - 1)
-    events[at], events[at + 1] = first, second = events[at + 1], events[at]
-    audit = replay(events)
-    same_group = first.get("ordinal") is not None and first.get("ordinal") == second.get("ordinal")
-    if same_group:
-        assert audit.findings
-    elif not audit.findings:
-        assert broken_promise(events) == ""
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    seed=SEEDS,
-    crashes=st.booleans(),
-    place=st.integers(0, 10**6),
-    name=st.sampled_from(["ordinal", "attempt", "trainer_version", "version", "oldest_version"]),
-    delta=st.sampled_from([-2, -1, 1, 2]),
-)
-@example(seed=20762620, crashes=True, place=9277, name="ordinal", delta=-2)
-def test_a_number_that_changed_is_found_or_breaks_no_promise(seed, crashes, place, name, delta):
-    """By the hashes always. Where these were made to fit, the replay may miss an ordinal in what a restart undid: until
-    then another group could have done the same."""
-    run = Run(seed, crashes=crashes)
-    events, groups = run.events, counted(run, "group")
-    at = groups[place % len(groups)]
-    lines = sealed(events).splitlines(keepends=True)
-    before = f'"{name}": {events[at][name]},'.encode()
-    events[at] = {**events[at], name: events[at][name] + delta}
-    assert before in lines[at]
-    lines[at] = lines[at].replace(before, f'"{name}": {events[at][name]},'.encode())
-    assert unconfirmed(b"".join(lines))
-    found = replay(events).findings
-    if name in ("attempt", "trainer_version"):
-        assert found
-    elif not found:
-        assert broken_promise(events) == ""
-
-
 # -- the running hash -----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=50, deadline=None)
-@given(seed=SEEDS, place=st.integers(0, 10**6), how=st.sampled_from(["cut", "twice", "exchanged", "edited", "torn"]))
+@given(seed=SEEDS, place=st.integers(0, 10**6), how=st.sampled_from(["edited", "torn"]))
 def test_the_hashes_tell_of_any_line_that_is_not_as_it_was_written_while_another_follows(seed, place, how):
     lines = sealed(Run(seed, crashes=True).events).splitlines(keepends=True)
     assert unconfirmed(b"".join(lines)) == []
-    at = place % (len(lines) - (how != "twice"))
+    at = place % (len(lines) - 1)
     line = lines[at]
     byte = place % (len(line) - 1)
-    changed = {
-        "cut": [],
-        "twice": [line, line],
-        "exchanged": [*lines[at + 1 : at + 2], line],
-        "edited": [line[:byte] + bytes([line[byte] ^ 1]) + line[byte + 1 :]],
-        "torn": [line[:byte]],
-    }
-    lines[at : at + 2 if how == "exchanged" else at + 1] = changed[how]
+    lines[at] = line[:byte] if how == "torn" else line[:byte] + bytes([line[byte] ^ 1]) + line[byte + 1 :]
     assert unconfirmed(b"".join(lines))
 
 
@@ -190,15 +112,6 @@ def test_writers_that_race_die_and_tear_lines_leave_hashes_that_fit(tmp_path):
     assert log.chain in path.read_text()
     assert path.read_bytes().count(b'"note"') == 4 * count
     assert unconfirmed(path.read_bytes()) == []
-
-
-@given(junk=st.binary(max_size=300), cut=st.integers(0, 10**6), keep=st.booleans())
-@example(junk=b"[" * 200_000 + b"\n", cut=7, keep=True)
-@example(junk=b'{"event": ' * 200_000 + b"\n", cut=7, keep=True)
-def test_no_bytes_are_too_much_for_it(junk, cut, keep):
-    log = sealed(Run(1, crashes=True).events)
-    cut %= len(log)
-    assert unconfirmed(log[:cut] + junk + log[cut if keep else min(len(log), cut + len(junk)) :]) is not None
 
 
 # -- by hand ------------------------------------------------------------------------------------------------------

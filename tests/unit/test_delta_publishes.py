@@ -103,12 +103,6 @@ async def test_what_a_replica_gets_wrong_by_differences_is_repaired_by_all_weigh
     assert len(trainer.encoded) == 3, "once per publish"
 
 
-async def test_wrong_weights_after_all_of_them_were_sent_are_a_strike_as_ever():
-    made, _, fleet = engine(FakeReplica(WRONG), FakeReplica(), max_retries=0)
-    await made.publish(1)
-    assert [i for i, _ in fleet.failures] == [0]
-
-
 async def test_a_publish_that_failed_leaves_no_base():
     made, trainer, _ = engine(FakeReplica())
     await made.publish(1)

@@ -101,15 +101,6 @@ def test_no_microbatch_more_than_the_fullest_rank_needs(groups, num_plans, budge
     )
 
 
-@given(leases, ranks, budgets)
-def test_the_plan_depends_on_the_lease_alone(groups, num_plans, budget):
-    def plan():
-        plans = plans_of(groups, num_plans, budget)
-        return [[[(s.ordinal, s.index) for s in run] for run in p.microbatches] for p in plans]
-
-    assert plan() == plan()
-
-
 def test_too_few_sequences_give_empty_microbatches():
     groups = [[(10, 20, 20), (10, 20, 20), (1, 0, 0)]]
     assert [[len(run) for run in p.microbatches] for p in plans_of(groups, 2, 30)] == [[1, 1], [1, 0]]

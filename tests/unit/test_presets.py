@@ -24,12 +24,6 @@ def test_all_of_them_are_there():
 
 
 @every_preset
-def test_it_loads_over_the_quickstart(file):
-    recipe = quickstart(f"algorithm.preset={file.stem}")
-    assert recipe.algorithm.preset == file.stem
-
-
-@every_preset
 def test_its_values_arrive_and_a_recipes_own_keys_stand_above_it(file, tmp_path):
     plain = tmp_path / "plain.yaml"
     plain.write_text(

@@ -90,17 +90,6 @@ def test_a_shorter_prompt_has_the_first_numbers_of_a_longer_one_and_few_are_enou
     assert known > 0.93 * len(tokens) - BLOCK_TOKENS, "what is not covered is small"
 
 
-def test_a_request_follows_the_longest_prefix_that_was_served():
-    made = router(0, 1, 2)
-    first = made.pick(prefix=prefix_blocks(prompt((1, 64))))
-    second = made.pick(prefix=prefix_blocks(prompt((9, 64))))
-    assert first != second
-    grown = made.pick(prefix=prefix_blocks(prompt((1, 64), (2, 64))))
-    assert grown == first
-    assert made.pick(prefix=prefix_blocks(prompt((1, 64), (2, 64), (3, 64)))) == first
-    assert made.pick(prefix=prefix_blocks(prompt((9, 64), (4, 64)))) == second
-
-
 def test_the_longest_prefix_decides_and_among_equals_the_latest_replica():
     made = router(0, 1, max_prefix_imbalance=0)
     first = made.pick(prefix=prefix_blocks(prompt((1, 64), (2, 64))))

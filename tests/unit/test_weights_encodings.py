@@ -42,13 +42,6 @@ def test_a_manifest_of_tensors_that_are_none_of_its_encoding_is_refused(encoding
         make_manifest(1, 1, tensors, 4096, encoding=encoding)
 
 
-def test_a_manifest_says_how_its_tensors_are_encoded():
-    full = make_manifest(1, 5, [spec("q.weight")], 4096)
-    assert full.encoding == "full"
-    lora = make_manifest(1, 5, [spec("q" + A), spec("q" + B, (8, 4))], 4096, encoding="lora")
-    assert lora.encoding == "lora"
-
-
 def model(dtype, seed):
     draw = torch.Generator().manual_seed(seed)
     found = {f"{name}.weight": torch.randn(SHAPES[name], generator=draw).to(dtype) for name in LAYERS}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, WeightTransferError
-from asyncrl.types import Bucket, TensorSlice, TensorSpec
+from asyncrl.types import TensorSpec
 from asyncrl.weights.plan import ALIGNMENT, DTYPE_BYTES, make_manifest, make_spec, part_manifests, plan_buckets
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -62,16 +62,6 @@ def test_only_tensors_larger_than_a_bucket_are_cut_and_no_bucket_stays_needlessl
         elif specs[first.tensor].nbytes <= capacity:
             filled = bucket.nbytes + -bucket.nbytes % ALIGNMENT
             assert filled + specs[first.tensor].nbytes > capacity
-
-
-def test_a_plan_by_hand():
-    specs = [make_spec("a", (3,), "bfloat16"), make_spec("scalar", (), "float32"), make_spec("none", (0, 4), "int64")]
-    specs += [make_spec("big", (100,), "uint8")]
-    assert plan_buckets(specs, 70) == (
-        Bucket(0, 64, (TensorSlice(0, 0, 6, 0), TensorSlice(1, 0, 4, 16), TensorSlice(3, 0, 32, 32))),
-        Bucket(1, 64, (TensorSlice(3, 32, 64, 0),)),
-        Bucket(2, 4, (TensorSlice(3, 96, 4, 0),)),
-    )
 
 
 def test_a_bucket_below_the_alignment_is_refused():
