@@ -6,7 +6,8 @@ library's type, so that a caller can catch either.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -133,7 +134,13 @@ def explain(asked: str, found: str, do: str) -> str:
     return f"asked: {asked}\nfound: {found}\ndo:    {do}"
 
 
-def unwritable(path: object, found: object) -> StorageError:
-    """The error of a file of the run directory that cannot be written."""
-    do = "make room there; then go on with resume=auto, which leaves out nothing and repeats nothing"
-    return StorageError(explain(f"write {path}", str(found), do))
+GO_ON = "make room there; then go on with resume=auto, which leaves out nothing and repeats nothing"
+
+
+@contextmanager
+def writing(what: object, do: str = GO_ON) -> Iterator[None]:
+    """Within it an OSError becomes the StorageError of `what`, by default a file of a run, which cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(explain(f"write {what}", str(error), do)) from error

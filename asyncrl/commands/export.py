@@ -29,7 +29,7 @@ from asyncrl.config.load import resolved
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import check_path, is_hub_model
 from asyncrl.data.tokenizer import file_of, load_tokenizer
-from asyncrl.errors import AsyncRLError, ConfigError, StorageError, WeightTransferError, explain
+from asyncrl.errors import AsyncRLError, ConfigError, WeightTransferError, explain, writing
 from asyncrl.json_records import from_plain
 from asyncrl.trainer.backend import MODELS, CheckpointReader
 from asyncrl.trainer.backends import (
@@ -440,11 +440,10 @@ def new_directory(out: Path) -> Iterator[Path]:
     """A directory that becomes `out` if the block does not raise. Raises StorageError."""
     temporary = out.with_name(f".{out.name}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.rename(out)
-    except OSError as error:
-        raise StorageError(explain(f"write {out}", str(error), "make room there, or name another directory")) from error
+        with writing(out, "make room there, or name another directory"):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            yield temporary
+            temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -28,7 +28,7 @@ from asyncrl.config.checks import DEVICES
 from asyncrl.config.load import load_recipe
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.threads import local_cores
-from asyncrl.errors import AsyncRLError, ConfigError, RunFailed, StorageError, explain
+from asyncrl.errors import AsyncRLError, ConfigError, RunFailed, explain, writing
 from asyncrl.json_records import write_json
 from asyncrl.plan import CostModel, Forecast, Row, predict, read_costs, write_costs
 from asyncrl.plan.fit import Traced, costs_of_run, measured
@@ -59,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         load_recipe(options.recipe, options.overrides)
         costs, run = _costs(options, console)
         if options.write is not None:
-            _write(options.write, write_costs(costs))
+            with writing(options.write, "make room there, or name another file"):
+                options.write.write_text(write_costs(costs), encoding="utf-8")
         rows = [Row({"measured": run.name}, _fitting(lambda: measured(run), run))] if run is not None else []
         for settings in variants:
             predict_row = functools.partial(_row, options, settings, costs)
@@ -186,14 +187,6 @@ def _table(rows: Sequence[Row]) -> Table:
     for row in rows:
         table.add_row(*(row.settings.get(key, "") for key in keys), *(text(row.forecast) for _, text in shown))
     return table
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        do = "make room there, or name another file"
-        raise StorageError(explain(f"write {path}", str(error), do)) from error
 
 
 # A short run of a recipe to measure its costs: `asyncrl-train` in mode sync, interrupted after some steps.

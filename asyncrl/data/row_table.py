@@ -6,6 +6,7 @@ the last hold `BATCH_ROWS` rows.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -17,7 +18,7 @@ from typing import Any, overload
 import numpy as np
 
 from asyncrl.data.rows import ChatMessage, PromptRow
-from asyncrl.errors import unwritable
+from asyncrl.errors import writing
 
 _TEXTS = ("ground_truth", "data_source", "origin")
 """Fields of a row that are stored as they are."""
@@ -60,10 +61,8 @@ class RowTable(Sequence[PromptRow]):
 
     def keep(self, path: Path) -> None:
         """Moves the file to `path` permanently; otherwise it is deleted with this object. Raises StorageError."""
-        try:
+        with writing(path):
             shutil.move(self.path, path)
-        except OSError as error:
-            raise unwritable(path, error) from error
         if self._unlink is not None:
             self._unlink.detach()
         self.path, self._reader = path, None
@@ -91,11 +90,10 @@ class RowWriter:
         self._schema = pyarrow.schema([*lists, *texts])
         self._waiting: list[dict[str, Any]] = []
         self._num_rows = 0
-        try:
-            with tempfile.NamedTemporaryFile(prefix="asyncrl-rows-", suffix=".arrow", delete=False) as file:
-                self._path = Path(file.name)
-        except OSError as error:
-            raise unwritable("a file in the temporary directory (TMPDIR)", error) from error
+        with writing("a file in the temporary directory (TMPDIR)"):
+            descriptor, name = tempfile.mkstemp(prefix="asyncrl-rows-", suffix=".arrow")
+        os.close(descriptor)
+        self._path = Path(name)
         self._unlink = weakref.finalize(self, self._path.unlink, missing_ok=True)
         self._file = pyarrow.ipc.new_file(str(self._path), self._schema)
 
@@ -116,10 +114,8 @@ class RowWriter:
         """The table of all added rows; ends the writer. Raises StorageError."""
         if self._waiting:
             self._flush()
-        try:
+        with writing(self._path):
             self._file.close()
-        except OSError as error:
-            raise unwritable(self._path, error) from error
         # Ownership of the file passes from the writer to the table.
         self._unlink.detach()
         table = RowTable(self._path, self._num_rows)
@@ -129,10 +125,8 @@ class RowWriter:
     def _flush(self) -> None:
         import pyarrow
 
-        try:
+        with writing(self._path):
             self._file.write_batch(pyarrow.RecordBatch.from_pylist(self._waiting, schema=self._schema))
-        except OSError as error:
-            raise unwritable(self._path, error) from error
         self._waiting.clear()
 
 

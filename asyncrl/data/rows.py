@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from asyncrl.errors import DataError, explain, unwritable
+from asyncrl.errors import DataError, explain, writing
 
 if TYPE_CHECKING:
     from asyncrl.types.images import ImageStore
@@ -275,10 +275,8 @@ class RowReader:
                     raise _malformed(origin, "more places for images than images", "give each place one")
                 source = json.loads(own) if closed else given.popleft()
                 data = image_bytes(source, origin)
-                try:
+                with writing(self._store.directory):
                     key = self._store.put(data)
-                except OSError as error:
-                    raise unwritable(self._store.directory, error) from error
                 first += "\ufffc" + key + (after if closed else part)
             made.append(first)
         if given:

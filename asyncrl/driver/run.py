@@ -31,7 +31,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -52,6 +51,7 @@ from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.driver.run_spec import RunResult, RunSpec
 from asyncrl.driver.scale_requests import ScaleDesk
 from asyncrl.errors import (
+    GO_ON,
     AsyncRLError,
     DeadlineExceeded,
     ProcessDied,
@@ -59,7 +59,6 @@ from asyncrl.errors import (
     Stalled,
     StorageError,
     explain,
-    unwritable,
 )
 from asyncrl.inference.engines import ENGINES
 from asyncrl.observability.events import EventLog
@@ -292,7 +291,7 @@ class _Run:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full or isinstance(error, AsyncRLError):
             return error
-        return unwritable(Path(error.filename or self._spec.directory.path), error)
+        return StorageError(explain(f"write {error.filename or self._spec.directory.path}", str(error), GO_ON))
 
     def _write_start(self) -> None:
         """Writes the start event, with the limits that the audit checks: they cannot change later."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from asyncrl.config.hidden import Hidden
-from asyncrl.errors import unwritable
+from asyncrl.errors import writing
 from asyncrl.json_records import write_json
 from asyncrl.types.events import Event
 
@@ -42,19 +42,17 @@ class EventLog:
         self._at = 0
         self.chain = ""
         """Hash in the last line of this writer."""
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             size = os.fstat(self._file).st_size
             if size and os.pread(self._file, 1, size - 1) != b"\n":
                 os.write(self._file, b"\n")  # a crash tore the last line: begin a new one
             self._catch_up()
-        except OSError as error:
-            raise unwritable(path, error) from error
 
     def write(self, event: Event) -> None:
         """Raises StorageError if the event cannot be written."""
-        try:
+        with writing(self._path):
             # Other writers may have appended since: the chain must cover their lines.
             self._catch_up()
             seal = {"writer": self._writer, "at": self._at}
@@ -65,19 +63,14 @@ class EventLog:
             chain = self._before.copy()
             chain.update(body)
             line = b'%b, "chain": "%b"}\n' % (body, chain.hexdigest().encode())
-            written = os.write(self._file, line)
-        except OSError as error:
-            raise unwritable(self._path, error) from error
-        if written < len(line):
-            raise unwritable(self._path, f"only {written} of {len(line)} bytes were written")
+            if (written := os.write(self._file, line)) < len(line):
+                raise OSError(f"only {written} of {len(line)} bytes were written")
         self.chain = chain.hexdigest()
 
     def sync(self) -> None:
         """Flushes all lines to disk, so that they survive a crash of the machine. Raises StorageError."""
-        try:
+        with writing(self._path):
             os.fsync(self._file)
-        except OSError as error:
-            raise unwritable(self._path, error) from error
 
     def close(self) -> None:
         os.close(self._file)

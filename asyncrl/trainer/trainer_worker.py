@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.checkpoint.digests import FileDigest
 from asyncrl.config.weights import WeightsConfig
-from asyncrl.errors import ConfigError, WeightTransferError, explain, unwritable
+from asyncrl.errors import ConfigError, WeightTransferError, explain, writing
 from asyncrl.remote.connection import HasConnections
 from asyncrl.trainer.backends import build_backend, require_written_by
 from asyncrl.trainer.trainer_spec import TrainerSpec
@@ -300,10 +300,8 @@ class TrainerWorker(HasConnections):
         """
         self._device.use_thread()
         written = self._backend.save(directory)
-        try:
+        with writing(directory):
             return {name: FileDigest.of(directory / name) for name in written}
-        except OSError as error:
-            raise unwritable(directory, error) from error
 
     @in_thread("train")
     def load(self, directory: Path) -> None:
