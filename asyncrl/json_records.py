@@ -80,6 +80,15 @@ def replace_file(path: Path, content: bytes) -> None:
             raise
 
 
+def sync(path: Path) -> None:
+    """Returns when the file, or the entries of the directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None

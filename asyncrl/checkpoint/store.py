@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 from asyncrl.checkpoint.digests import FileDigest, seal, verify
 from asyncrl.config.recipe import Recipe, trains_branches
 from asyncrl.errors import ConfigError, StorageError, explain, writing
-from asyncrl.json_records import from_plain
+from asyncrl.json_records import from_plain, sync
 from asyncrl.types.guard import GuardState
 
 logger = logging.getLogger(__name__)
@@ -132,8 +131,8 @@ class CheckpointStore:
                 (temporary / "state.json").write_text(render_state(state))
                 seal(temporary, written)
                 for path in sorted(temporary.rglob("*"), reverse=True):
-                    _fsync(path)
-                _fsync(temporary)
+                    sync(path)
+                sync(temporary)
                 if given_up is not None and given_up.is_set():
                     raise OSError("the checkpoint was given up meanwhile")
                 # Phase 2: rename into place. A crash between the renames leaves the old checkpoint under its
@@ -142,8 +141,8 @@ class CheckpointStore:
                     self._drop(replaced)
                     final.rename(replaced)
                 temporary.rename(final)
-                _fsync(self._directory)
-                _fsync(self._directory.parent)
+                sync(self._directory)
+                sync(self._directory.parent)
             except OSError:
                 self.discard(temporary)
                 raise
@@ -271,11 +270,3 @@ def _remove(directory: Path) -> None:
         pass
     except OSError as error:
         logger.warning("%s was not removed: %s", directory, error)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -213,9 +213,12 @@ def _write_weights(
     """Writes safetensors of at most `max_shard_bytes` (or a single larger tensor), and their index."""
     import safetensors.torch
 
+    from asyncrl.weights.plan import runs_of
+
     shards: list[list[str]] = []
     parameters = nbytes = 0
-    for shard in _shards(_whole(_reader(found).weights(model), model, dtype), max_shard_bytes):
+    whole = ((name, t.contiguous()) for name, t in _whole(_reader(found).weights(model), model, dtype))
+    for shard in map(dict, runs_of(whole, lambda named: named[1].nbytes, max_shard_bytes)):
         safetensors.torch.save_file(shard, directory / f"part-{len(shards)}", metadata=_metadata(found))
         shards.append(list(shard))
         parameters += sum(t.numel() for t in shard.values())
@@ -263,19 +266,6 @@ def _whole(
         return
     text(f"kept, since they were not trained: {named}")
     yield from ((name, base.tensor(name)) for name in unseen)
-
-
-def _shards(weights: Iterator[tuple[str, torch.Tensor]], max_shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    held = 0
-    for name, tensor in weights:
-        if shard and held + tensor.nbytes > max_shard_bytes:
-            yield shard
-            shard, held = {}, 0
-        shard[name] = tensor.contiguous()
-        held += tensor.nbytes
-    if shard:
-        yield shard
 
 
 def _metadata(found: FoundCheckpoint) -> dict[str, str]:

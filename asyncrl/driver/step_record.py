@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -257,9 +256,8 @@ class StepRecord:
 
     def of_processes(self, stats: Sequence[ReplicaStats], health: Mapping[str, float]) -> None:
         """`health`: metrics of the last health check."""
-        own = os.times()
         self.values |= {
-            Metric.CPU_COORDINATOR: own.user + own.system,
+            Metric.CPU_COORDINATOR: time.process_time(),
             Metric.CPU_REPLICAS: sum(s.cpu_s for s in stats),
             **health,
         }

@@ -30,6 +30,7 @@ from asyncrl.inference.engine import InferenceEngine, StagingEngine
 from asyncrl.inference.external_places import ExternalLimits, ExternalPlaces
 from asyncrl.inference.sleep import EngineSleep
 from asyncrl.remote.connection import HasConnections
+from asyncrl.remote.tasks import cancel, wait_event
 from asyncrl.remote.waits import deadline
 from asyncrl.types import (
     Digest,
@@ -98,9 +99,7 @@ class Outbox:
                 return []
             # Sleep until a request ends, the first chunk arrives, or the gathering or waiting time is over.
             self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(deadline, self._since + gather_s if self._runs else deadline) - now):
-                    await self._news.wait()
+            await wait_event(self._news, min(deadline, self._since + gather_s if self._runs else deadline) - now)
 
     def _taken(self, requests: Iterable[str]) -> list[TokenChunk]:
         return [_merged(run) for request in requests for run in self._runs.pop(request)]
@@ -391,9 +390,7 @@ class Replica(HasConnections):
         await self._engine.stop()
         # The stopped engine has ended its requests; tasks that still wait at the gate are cancelled here.
         tasks = [entry.task for entry in self._requests.values() if entry.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

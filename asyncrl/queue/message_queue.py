@@ -7,10 +7,8 @@ every transition of a group to `events.jsonl`, in order.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -28,6 +26,7 @@ from asyncrl.queue.pacing import build_pacing, shortfall
 from asyncrl.queue.saved_state import SavedState, load_state, save_state
 from asyncrl.queue.staleness import Selection, StalenessPolicy
 from asyncrl.remote.connection import HasConnections
+from asyncrl.remote.tasks import wait_event
 from asyncrl.types import (
     Admission,
     Committed,
@@ -326,8 +325,7 @@ class MessageQueue(HasConnections):
 
     async def ping(self) -> float:
         """CPU seconds of this process."""
-        cpu = os.times()
-        return cpu.user + cpu.system
+        return time.process_time()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -389,9 +387,7 @@ class MessageQueue(HasConnections):
         self._changed = asyncio.Event()
 
     async def _wait_change(self, wait_s: float) -> None:
-        with contextlib.suppress(TimeoutError):  # the caller checks its condition again
-            async with asyncio.timeout(wait_s):
-                await self._changed.wait()
+        await wait_event(self._changed, wait_s)  # the caller checks its condition again
 
     async def _wait(
         self, condition: Callable[[], bool], wait_s: float, *, wakes_at: Callable[[], float | None] = lambda: None

@@ -28,6 +28,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from asyncrl.remote.tasks import kept
+
 CONNECT_S = 5.0
 """Longest time for a client to connect and complete the handshake."""
 HANDSHAKE_S = 10.0
@@ -312,9 +314,7 @@ class _Answering(_End):
             self._strangers.discard(self)
 
     def _take(self, message: bytes) -> None:
-        task = asyncio.create_task(self._answer(message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept(self._tasks, self._answer(message), "answer")
 
     async def _answer(self, message: bytes) -> None:
         (number,) = _NUMBER.unpack_from(message)

@@ -4,6 +4,7 @@ limit."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
@@ -36,6 +37,13 @@ def kept(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T], name: str) -
     tasks.add(task)
     task.add_done_callback(tasks.discard)
     return task
+
+
+async def wait_event(event: asyncio.Event, limit_s: float) -> None:
+    """Returns once the event is set, or after `limit_s`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await event.wait()
 
 
 async def end(task: asyncio.Task[Any] | None, *, patience_s: float = 0.0) -> None:

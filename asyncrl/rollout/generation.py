@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from asyncrl.errors import AsyncRLError, GenerationError
-from asyncrl.remote.tasks import kept
+from asyncrl.remote.tasks import cancel, kept
 from asyncrl.rollout.active_clock import ActiveClock
 from asyncrl.rollout.draft import Draft
 from asyncrl.rollout.replica_link import OnChunk, PendingRequest, ReplicaLink, collection_interval_s
@@ -268,11 +268,8 @@ class GenerationClient:
 
     async def close(self) -> None:
         self._fail_all()
-        tasks = [*self._collectors, *self._hand_overs]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail_all()  # requests that were added during the gather
+        await cancel(*self._collectors, *self._hand_overs)
+        self._fail_all()  # requests that were added during it
         self._ended.cancel()
 
     def _fail_all(self) -> None:

@@ -7,10 +7,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 from asyncrl.data.row_table import RenderedPrompts
 from asyncrl.errors import DeadlineExceeded, GenerationError, explain
+from asyncrl.remote.tasks import cancel
 from asyncrl.remote.waits import ROLLOUTER
 from asyncrl.rollout.evaluation import Answer, summarise
 from asyncrl.rollout.generation import GenerationClient
@@ -71,10 +71,7 @@ async def answer_held_out(
         raise DeadlineExceeded(explain(asked, found, do)).of(ROLLOUTER) from None
     # Both tasks end here, whichever came first: a left-over response would hold a replica of the next evaluation.
     finally:
-        ending: list[asyncio.Task[Any]] = [work, telling] if lost is None else [work, telling, lost]
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await cancel(work, telling, *([] if lost is None else [lost]))
     if lent is not None and not lent.loads:
         raise GenerationError(f"evaluation of {name}: the last of its replicas was lost")
     return _summary(name, prompts, answers, samples, pass_at)

@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import os
+import time
 import traceback
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -256,13 +257,12 @@ class Rollouter:
         return [found.logprobs for found in await concurrently(asked)]
 
     async def stats(self) -> RolloutStats:
-        cpu = os.times()
         return RolloutStats(
             pid=os.getpid(),
             groups=len(self._groups),
             requests=self.client.in_flight,
             replicas=tuple(self.client.loads),
-            cpu_s=cpu.user + cpu.system,
+            cpu_s=time.process_time(),
             workers_cpu_s=self._cpu.below_s(),
             reprefilled_tokens=self.client.reprefilled_tokens,
             cancelled_groups=self._cancelled,

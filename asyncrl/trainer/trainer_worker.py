@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -312,8 +313,7 @@ class TrainerWorker(HasConnections):
 
     async def ping(self) -> float:
         """CPU seconds of this process."""
-        cpu = os.times()
-        return cpu.user + cpu.system
+        return time.process_time()
 
     @in_thread("train")
     def stop(self) -> None:

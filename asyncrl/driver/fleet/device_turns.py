@@ -15,8 +15,9 @@ From settling and training only a wake leads back to generating.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Literal
+
+from asyncrl.remote.tasks import wait_event
 
 Phase = Literal["waking", "generating", "settling", "training"]
 
@@ -128,9 +129,7 @@ class SharedDevices:
     async def change(self, timeout_s: float) -> None:
         """Returns at the next change, or after this time."""
         self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
+        await wait_event(self._changed, timeout_s)
 
     def changed(self) -> None:
         """Wakes all waiting tasks: the phase has changed, or an engine has come up, gone to sleep or exited."""

@@ -7,7 +7,6 @@ when it joins and given back when it has left.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from asyncrl.config.rollout import MOST_REPLICAS
 from asyncrl.errors import ConfigError, NoPlace, explain
-from asyncrl.remote.tasks import cancel
+from asyncrl.remote.tasks import cancel, wait_event
 from asyncrl.types import FleetReport, ReplicaState, events
 
 if TYPE_CHECKING:
@@ -162,9 +161,7 @@ class FleetSize:
             while True:
                 await self._look()
                 self._asked.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._look_s):
-                        await self._asked.wait()
+                await wait_event(self._asked, self._look_s)
         finally:
             waits = list(self._waits.values())
             self._waits.clear()

@@ -28,6 +28,7 @@ import psutil
 
 from asyncrl.inference.sglang.host import Host
 from asyncrl.inference.shared.orphan_watch import when_closed, when_ended
+from asyncrl.remote.tasks import kept
 from asyncrl.workers.messages import LENGTH, packed
 
 logger = logging.getLogger(__name__)
@@ -119,9 +120,7 @@ async def _serve(engine: Any, connection: socket.socket, directory: str) -> None
         while True:
             (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             number, method, arguments = pickle.loads(await reader.readexactly(size))  # from the replica
-            task = asyncio.create_task(call(number, method, arguments))
-            calls.add(task)
-            task.add_done_callback(calls.discard)
+            kept(calls, call(number, method, arguments), method)
     watching.cancel()
 
 

@@ -20,6 +20,7 @@ from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import RequestStream, empty_chunk
+from asyncrl.remote.tasks import kept
 from asyncrl.types import Digest, EngineHealth, GenerationRequest, Manifest, PauseMode, TokenChunk, TransferSource
 from asyncrl.types.images import without_images
 
@@ -461,9 +462,7 @@ class ProcessEngine(ABC, Generic[S]):
             raise self._failed(f"a call of {self.package}", f"{type(error).__name__}: {error}") from error
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept(self._tasks, work, name)
 
     @property
     def _failure(self) -> str | None:

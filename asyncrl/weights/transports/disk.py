@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import ConfigError, DeadlineExceeded, WeightTransferError, explain
+from asyncrl.json_records import sync
 from asyncrl.types import DiskSource, Manifest
 from asyncrl.weights.lock_files import create_locked, publish_lock, remove_stale_publishes
 from asyncrl.weights.packing import Packer, Unpacker
 from asyncrl.weights.transports.channel_ends import ChannelReceiver, ChannelSender
 from asyncrl.weights.transports.control_channel import Deadline, Kind, ReceiverChannel, SenderChannel
-from asyncrl.weights.transports.shards import ShardReader, ShardWriter, plan_shards, sync_directory, writing
+from asyncrl.weights.transports.shards import ShardReader, ShardWriter, plan_shards, writing
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class PublishDirectory:
         shutil.rmtree(final, ignore_errors=True)  # the same publish, sent again
         with writing(final):
             os.rename(self._incomplete(publish_id), final)
-            sync_directory(self.path)
+            sync(self.path)
         for path in self.path.iterdir():
             if path != final:
                 shutil.rmtree(path, ignore_errors=True)

@@ -215,16 +215,14 @@ def watchdog_spares_the_process() -> Iterator[None]:
     or is aborted: one lost replica would end the sender and all receivers. With error handling disabled it still
     reports late broadcasts to the process's other groups, whose monitor kills the process minutes later. NCCL reads
     these settings from the environment only; the trainer's groups keep the defaults. `wait` checks all work instead."""
-    before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
+    before = {name: os.environ[name] for name in _WITHOUT_WATCHDOG if name in os.environ}
     os.environ.update(_WITHOUT_WATCHDOG)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in _WITHOUT_WATCHDOG.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _let_go(held: list[Any]) -> None:

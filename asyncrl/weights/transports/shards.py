@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.errors import WeightTransferError, explain
+from asyncrl.json_records import sync
 from asyncrl.types import TensorSpec
 from asyncrl.weights.plan import DTYPE_BYTES, DTYPES, runs_of
 
@@ -100,7 +101,7 @@ class ShardWriter:
         self._pwrite(memoryview(self._plan.index), 0)
         self._seal()
         with writing(self._directory):
-            sync_directory(self._directory)
+            sync(self._directory)
 
     def close(self) -> None:
         """Idempotent; without `finish` the files are incomplete."""
@@ -197,12 +198,3 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         do = "free space, or set weights.disk_directory to another file system"
         raise WeightTransferError(explain(f"write weights to {path}", str(error.strerror), do)) from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Syncs the directory's entries to disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
