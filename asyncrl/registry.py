@@ -35,15 +35,9 @@ def resolve(key: str, name: str, known: Mapping[str, T]) -> T | Any:
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # a module may call sys.exit
-            raise ConfigError(
-                explain(
-                    f"{key}={name}",
-                    f"cannot import it: {type(e).__name__}: {e}",
-                    "name an importable `package.module:Name`, in the working directory or on PYTHONPATH",
-                )
-            ) from e
+            do = "name an importable `package.module:Name`, in the working directory or on PYTHONPATH"
+            raise ConfigError(explain(f"{key}={name}", f"cannot import it: {type(e).__name__}: {e}", do)) from e
     close = get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    raise ConfigError(
-        explain(f"{key}={name}", f"known names are {sorted(known)}", f"{hint}Choose one, or `package.module:Name`")
-    )
+    do = f"{hint}Choose one, or `package.module:Name`"
+    raise ConfigError(explain(f"{key}={name}", f"known names are {sorted(known)}", do))

@@ -44,9 +44,8 @@ DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in DTYPES.items()}
 def make_spec(name: str, shape: Sequence[int], dtype: str) -> TensorSpec:
     """The spec of one tensor. Raises WeightTransferError: the dtype cannot be published."""
     if dtype not in DTYPE_BYTES:
-        raise WeightTransferError(
-            explain(f"publish tensor {name}", f"dtype {dtype}", f"cast it to one of {', '.join(DTYPE_BYTES)}")
-        )
+        do = f"cast it to one of {', '.join(DTYPE_BYTES)}"
+        raise WeightTransferError(explain(f"publish tensor {name}", f"dtype {dtype}", do))
     return TensorSpec(name, tuple(int(n) for n in shape), dtype, prod(shape) * DTYPE_BYTES[dtype])
 
 
@@ -74,9 +73,8 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
     """
     capacity = bucket_bytes - bucket_bytes % ALIGNMENT
     if capacity < ALIGNMENT:
-        raise ConfigError(
-            explain(f"buckets of {bucket_bytes} bytes", f"less than {ALIGNMENT}", "raise weights.bucket_bytes")
-        )
+        do = "raise weights.bucket_bytes"
+        raise ConfigError(explain(f"buckets of {bucket_bytes} bytes", f"less than {ALIGNMENT}", do))
     buckets: list[Bucket] = []
     slices: list[TensorSlice] = []
     filled = 0
@@ -109,9 +107,8 @@ def check_fits(manifest: Manifest, bucket_bytes: int) -> None:
     largest = max((b.nbytes for b in manifest.buckets), default=0)
     if largest > bucket_bytes:
         asked = f"publish {manifest.publish_id} through buckets of {bucket_bytes} bytes"
-        raise WeightTransferError(
-            explain(asked, f"a bucket of {largest} bytes", "plan with the bucket_bytes of the transport")
-        )
+        do = "plan with the bucket_bytes of the transport"
+        raise WeightTransferError(explain(asked, f"a bucket of {largest} bytes", do))
 
 
 def part_manifests(manifest: Manifest, first_tensors: Sequence[int], bucket_bytes: int) -> tuple[Manifest, ...]:
@@ -151,9 +148,8 @@ def make_manifest(
     names: set[str] = set()
     for spec in tensors:
         if spec.name in names:
-            raise WeightTransferError(
-                explain(f"publish tensor {spec.name}", "two tensors have this name", "name each weight once")
-            )
+            do = "name each weight once"
+            raise WeightTransferError(explain(f"publish tensor {spec.name}", "two tensors have this name", do))
         names.add(spec.name)
         if spec != make_spec(spec.name, spec.shape, spec.dtype):
             found = f"{spec.nbytes} bytes for shape {spec.shape} of {spec.dtype}"

@@ -110,9 +110,8 @@ class StoredLayout:
         `shape`."""
         if (own := self.wholes.get(name, shape)) != shape:
             found = f"it is {list(shape)}, and {list(own)} by the model's config"
-            raise ConfigError(
-                explain(f"the tensor {name}", found, "pass --model DIRECTORY, the model that was trained")
-            )
+            do = "pass --model DIRECTORY, the model that was trained"
+            raise ConfigError(explain(f"the tensor {name}", found, do))
         if name in self.parts:
             return self.parts[name]
         strides = torch.empty(shape, device="meta").stride()

@@ -112,9 +112,8 @@ def check_keep() -> None:
     Imports SGLang."""
     if not abilities().version_spans:
         found = f"SGLang {version_of(('sglang',))} keeps no count of the versions that a response was sampled under"
-        raise ConfigError(
-            explain("rollout.interrupt=keep", found, "install sglang>=0.5.19, or set rollout.interrupt=abort_resume")
-        )
+        do = "install sglang>=0.5.19, or set rollout.interrupt=abort_resume"
+        raise ConfigError(explain("rollout.interrupt=keep", found, do))
 
 
 def check_experts() -> None:

@@ -71,9 +71,8 @@ class PublishCalls(ABC):
             outcomes = await calls(manifest, source, max(0.0, deadline - time.monotonic()))
         except Exception as error:
             asked = f"update the weights of {self._package}, publish {manifest.publish_id}"
-            raise WeightTransferError(
-                explain(asked, f"{type(error).__name__}: {error}", "look at the log of its processes")
-            ) from error
+            do = "look at the log of its processes"
+            raise WeightTransferError(explain(asked, f"{type(error).__name__}: {error}", do)) from error
         digest = agree(outcomes)
         self._joined = source
         return digest
@@ -93,9 +92,8 @@ def agree(outcomes: Sequence[Sequence[Any]]) -> Digest | None:
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, AsyncRLError):
             raise kind(message)
-        raise WeightTransferError(
-            explain("update the weights of an engine's worker", f"{name}: {message}", "look at the worker's log")
-        )
+        do = "look at the worker's log"
+        raise WeightTransferError(explain("update the weights of an engine's worker", f"{name}: {message}", do))
     digests = [outcome[2] for outcome in outcomes]
     if any(digest is None for digest in digests):
         return None

@@ -89,9 +89,8 @@ class RequestStream:
         """
         if reason not in ("stop", "length", "abort"):
             asked = f"generate {self.request.request_id!r}"
-            raise GenerationError(
-                explain(asked, f"the engine ended it with {reason!r}", "look at the log of its process")
-            )
+            do = "look at the log of its process"
+            raise GenerationError(explain(asked, f"the engine ended it with {reason!r}", do))
         last = chunks.pop() if chunks else empty_chunk(self.request, version)
         rid, ids, logprobs, stamp, *_ = last
         final = TokenChunk(rid, ids, logprobs, stamp, reason, cached_tokens=cached_tokens, extra=last.extra)  # type: ignore[arg-type]

@@ -378,9 +378,8 @@ class Feed:
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         if not self._changed.wait_for(lambda: self._error is not None or ready(), self._deadline - time.monotonic()):
-            raise DeadlineExceeded(
-                explain(f"wait for {what}", "the deadline of the transfer", "raise weights.transfer_timeout_s")
-            )
+            do = "raise weights.transfer_timeout_s"
+            raise DeadlineExceeded(explain(f"wait for {what}", "the deadline of the transfer", do))
         if self._error is not None:
             raise self._error
 

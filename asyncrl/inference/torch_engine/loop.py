@@ -335,13 +335,9 @@ class DecodeLoop:
     def _require_finite(self, logprobs: np.ndarray) -> None:
         """Raises GenerationError, which ends the engine: its weights are unusable."""
         if not np.isfinite(logprobs).all():
-            raise GenerationError(
-                explain(
-                    f"a token by version {self.counters.version}",
-                    "log-probabilities that are not finite: the weights or the activations overflow",
-                    "look at train/grad_norm of the steps before it; float16 overflows where bfloat16 does not",
-                )
-            )
+            found = "log-probabilities that are not finite: the weights or the activations overflow"
+            do = "look at train/grad_norm of the steps before it; float16 overflows where bfloat16 does not"
+            raise GenerationError(explain(f"a token by version {self.counters.version}", found, do))
 
     def _finish(self, rows: np.ndarray, reason: FinishReason) -> None:
         self._finish_each([(rows, reason)])

@@ -73,13 +73,9 @@ class ParameterSink:
         missing = [name for name, t in wanted.items() if t.numel() > 0 and t.data_ptr() not in whole]
         missing += [name for name, left in self._bytes_left.items() if left > 0 and name not in missing]
         if missing:
-            raise WeightTransferError(
-                explain(
-                    f"the {len(self._targets)} tensors of the model",
-                    f"{len(missing)} did not come in full, the first is {missing[0]!r}",
-                    "publish all of named_weights()",
-                )
-            )
+            found = f"{len(missing)} did not come in full, the first is {missing[0]!r}"
+            do = "publish all of named_weights()"
+            raise WeightTransferError(explain(f"the {len(self._targets)} tensors of the model", found, do))
 
     def _target(self, spec: TensorSpec, offset: int, nbytes: int) -> torch.Tensor:
         target = self._targets.get(spec.name)

@@ -91,13 +91,9 @@ def check_same(facts: Mapping[str, torch.Tensor], written: Mapping[str, torch.Te
         ConfigError: their scale differs, or their base is another model of the hub.
     """
     if SCALE in facts and SCALE in written and float(facts[SCALE]) != float(written[SCALE]):
-        raise ConfigError(
-            explain(
-                f"resume with trainer.lora.alpha / trainer.lora.rank = {float(facts[SCALE]):g}",
-                f"the adapters were trained at {float(written[SCALE]):g}: the model would be another one",
-                "keep trainer.lora.rank and trainer.lora.alpha as they were",
-            )
-        )
+        asked = f"resume with trainer.lora.alpha / trainer.lora.rank = {float(facts[SCALE]):g}"
+        found = f"the adapters were trained at {float(written[SCALE]):g}: the model would be another one"
+        raise ConfigError(explain(asked, found, "keep trainer.lora.rank and trainer.lora.alpha as they were"))
     if BASE not in facts or BASE not in written:
         return
     now, then = (bytes(found[BASE].tolist()).decode() for found in (facts, written))

@@ -86,9 +86,8 @@ def load_model(
             found.tie_weights()
             found.eval()
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ConfigError(
-            explain(f"train {key}={model.path}", str(error), "name a directory or hub name of a causal LM")
-        ) from error
+        do = "name a directory or hub name of a causal LM"
+        raise ConfigError(explain(f"train {key}={model.path}", str(error), do)) from error
     if loaded is not None:
         if why := misfit(found, loaded):
             raise ConfigError(explain(f"train {key}={model.path}", why, HOW_TO_TIE if why == UNTIED else _WHOLE))
@@ -174,13 +173,8 @@ def choose_attention(fsdp: FsdpConfig, kernels: Kernels, *, sinks: bool = False)
     if fsdp.attention == "auto":
         return next((name for name, lacks in missing.items() if not lacks), PACKED_SDPA)
     if lacks := missing.get(fsdp.attention):
-        raise ConfigError(
-            explain(
-                f"trainer.fsdp.attention={fsdp.attention}",
-                f"it needs {' and '.join(lacks)}",
-                f"provide that, or set trainer.fsdp.attention={PACKED_SDPA}",
-            )
-        )
+        do = f"provide that, or set trainer.fsdp.attention={PACKED_SDPA}"
+        raise ConfigError(explain(f"trainer.fsdp.attention={fsdp.attention}", f"it needs {' and '.join(lacks)}", do))
     return fsdp.attention
 
 
@@ -194,13 +188,9 @@ def check_supported(causal_lm: PreTrainedModel, *, head: bool = True) -> None:
     if head and causal_lm.get_output_embeddings() is None:
         problems.append("no output layer")
     if problems:
-        raise ConfigError(
-            explain(
-                f"train a {type(causal_lm).__name__} with trainer.backend=fsdp",
-                f"the backend does not support {', '.join(problems)}",
-                "use a decoder-only model such as Qwen2, Qwen3 (also MoE) or Llama",
-            )
-        )
+        found = f"the backend does not support {', '.join(problems)}"
+        do = "use a decoder-only model such as Qwen2, Qwen3 (also MoE) or Llama"
+        raise ConfigError(explain(f"train a {type(causal_lm).__name__} with trainer.backend=fsdp", found, do))
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str = "inductor") -> None:

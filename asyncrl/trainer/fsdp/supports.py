@@ -34,27 +34,23 @@ def check_heads(fsdp: FsdpConfig, facts: ModelFacts, key: str) -> None:
     """Raises ConfigError: the ranks that share a row cannot share the attention heads of the model at `key`, or would
     rotate them differently. The message names the nearest number of ranks that can. Unknown facts are not checked."""
     if fsdp.context_parallel > 1 and _BY_LENGTH in facts.unusual:
-        raise ConfigError(
-            explain(
-                f"trainer.fsdp.context_parallel={fsdp.context_parallel}",
-                f"the model at {key} has {_BY_LENGTH}: they follow the longest position that a rank sees, and ranks "
-                "that share a row see parts of it",
-                "set trainer.fsdp.context_parallel to 1",
-            )
+        found = (
+            f"the model at {key} has {_BY_LENGTH}: they follow the longest position that a rank sees, and ranks "
+            "that share a row see parts of it"
         )
+        do = "set trainer.fsdp.context_parallel to 1"
+        raise ConfigError(explain(f"trainer.fsdp.context_parallel={fsdp.context_parallel}", found, do))
     ranks, heads, kv_heads = fsdp.context_parallel, facts.sizes.heads, facts.sizes.kv_heads
     if heads is None or _divides(ranks, heads, kv_heads or heads):
         return
     can = [n for n in range(1, heads + 1) if _divides(n, heads, kv_heads or heads)]
     nearest = [*[n for n in can if n < ranks][-1:], *[n for n in can if n > ranks][:1]]
-    raise ConfigError(
-        explain(
-            f"trainer.fsdp.context_parallel={ranks}",
-            f"the model at {key} has {heads} attention heads and {kv_heads or heads} key-value heads: it must divide "
-            "the former, and divide the latter or be a multiple of them",
-            f"set it to {' or '.join(map(str, nearest))}",
-        )
+    found = (
+        f"the model at {key} has {heads} attention heads and {kv_heads or heads} key-value heads: it must divide "
+        "the former, and divide the latter or be a multiple of them"
     )
+    do = f"set it to {' or '.join(map(str, nearest))}"
+    raise ConfigError(explain(f"trainer.fsdp.context_parallel={ranks}", found, do))
 
 
 def _divides(ranks: int, heads: int, kv_heads: int) -> bool:

@@ -55,9 +55,8 @@ class KeptWeights:
                 apply(elements(memory.numpy(), DTYPE_BYTES[spec.dtype]), data.cpu().numpy())
             except ValueError as error:
                 do = "publish all weights; look at the memory and the network of this machine if it happens again"
-                raise WeightTransferError(
-                    explain(f"apply {name}", f"the difference is damaged: {error}", do)
-                ) from error
+                found = f"the difference is damaged: {error}"
+                raise WeightTransferError(explain(f"apply {name}", found, do)) from error
             digest.append(slice_digest(memory, 0, "xxh3"))
             sink.write(spec, 0, memory)
 

@@ -22,9 +22,8 @@ class SharedSegment:
     def __init__(self) -> None:
         """Creates only the file. Raises ConfigError: no POSIX shared memory here."""
         if not SHARED_MEMORY.is_dir():
-            raise ConfigError(
-                explain("shared memory for weights", f"no {SHARED_MEMORY}", "set weights.transport=collective")
-            )
+            do = "set weights.transport=collective"
+            raise ConfigError(explain("shared memory for weights", f"no {SHARED_MEMORY}", do))
         remove_stale_segments()
         self.data = torch.empty(0, dtype=torch.uint8)
         """[nbytes] uint8, shared; empty before `reserve`."""
