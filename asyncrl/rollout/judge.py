@@ -16,7 +16,7 @@ from asyncrl.data.rows import IMAGE, PromptRow
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import GenerationError, explain
 from asyncrl.remote.tasks import concurrently
-from asyncrl.rewards.group import scored
+from asyncrl.rewards.pairwise import scored
 from asyncrl.rewards.reward import RewardResult
 from asyncrl.rollout.generation import GenerationClient
 from asyncrl.types import SamplingParams

@@ -12,7 +12,8 @@ from asyncrl.config.rewards import GroupRewardConfig, JudgeConfig
 from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardResult
-from asyncrl.rewards.group import bradley_terry, build_group_reward, win_rates
+from asyncrl.rewards.group import build_group_reward
+from asyncrl.rewards.pairwise import bradley_terry, win_rates
 from asyncrl.rollout.judge import Judge, read_worth
 from asyncrl.types import Generation, Segment
 from tests.make import quickstart
