@@ -281,7 +281,7 @@ async def test_what_was_complete_is_taken_as_it_is(tmp_path, tokenizer):
     assert rig.engine.health().generated_tokens == 40
 
 
-async def test_a_session_drops_its_record_from_the_first_other_prompt_on(tmp_path, tokenizer):
+async def test_a_session_uses_its_record_for_equal_prompts_alone(tmp_path, tokenizer):
     rig, queue = Rig(tmp_path, tokenizer), Queue()
 
     def call(*prompt, reason="stop"):
@@ -297,10 +297,12 @@ async def test_a_session_drops_its_record_from_the_first_other_prompt_on(tmp_pat
         assert [len(c.token_ids) for c in session.calls] == [2, 2, 2]
         other = await session.generate(np.array([1, 2, 9], np.int32))
         assert [s.version for s in other.segments] == [4]
-        assert [c.prompt_ids.tolist() for c in session.calls] == [[1, 2], [1, 2, 9]]
-        fresh = await session.generate(np.array([1, 2, 3, 4], np.int32))
-        assert [s.version for s in fresh.segments] == [4], "the record behind it is gone too"
-        assert rig.engine.health().generated_tokens == 10
+        prompts = [[1, 2], [1, 2, 9], [1, 2, 3], [1, 2, 3, 4]]
+        assert [c.prompt_ids.tolist() for c in session.calls] == prompts
+        rest = await session.generate(np.array([1, 2, 3, 4], np.int32))
+        assert [s.version for s in rest.segments] == [3, 4], "its first two tokens were recorded"
+        assert [c.prompt_ids.tolist() for c in session.calls] == [*prompts[:2], prompts[3], prompts[2]]
+        assert rig.engine.health().generated_tokens == 5 + 3
 
 
 async def test_a_cancelled_group_is_dropped_on_the_replicas_too_and_others_go_on(tmp_path, tokenizer):
