@@ -49,7 +49,7 @@ def _of_trainer(run: RunFiles, start: float) -> Iterator[Trace]:
         if kind in lengths:
             lane, seconds_of, number = lengths[kind]
             seconds = seconds_of(event)
-            name = f"{lane[:-1]} {event[number]}"
+            name = f"{lane.removesuffix('es' if lane == 'publishes' else 's')} {event[number]}"
             yield _span(TRAINER, _LANES[lane], name, now - seconds, now, {number: event[number]})
         elif kind == SetEvaluated.kind:
             took = (of_step.get(event["step"]) or {}).get(Metric.EVAL_TIME) or 0.0
