@@ -124,8 +124,6 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
 class MessagesReply(Reply):
     """The content blocks of a message: text and calls in order."""
 
-    ping = ("ping", {"type": "ping"})
-
     def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
         super().__init__(model, asked)
         self._id = f"msg_{secrets.token_hex(12)}"
@@ -134,6 +132,9 @@ class MessagesReply(Reply):
         """Type of the open block, text or thinking; empty: none is open."""
         self._pieces: list[str] = []
         self._end: End | None = None
+
+    def ping(self) -> Event:
+        return _event("ping")
 
     def begin(self, prompt_tokens: int) -> list[Event]:
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}

@@ -157,6 +157,10 @@ class ResponsesReply(Reply):
         self._number = 0
         self._end: End | None = None
 
+    def ping(self) -> Event:
+        """Codex counts events, not comments, as signs of life."""
+        return self._event("response.in_progress", response=self.whole())
+
     def begin(self, prompt_tokens: int) -> list[Event]:
         del prompt_tokens  # reported at the end
         body = self.whole()

@@ -21,7 +21,7 @@ from asyncrl.chat.anthropic import COUNT_TOKENS, MESSAGES, without_length
 from asyncrl.chat.connection_limits import ConnectionLimiter, ConnectionLimits
 from asyncrl.chat.dialects import DIALECTS
 from asyncrl.chat.fields import ApiError
-from asyncrl.chat.reply import COMMENT, PING_S, Dialect, Reply, written_parts
+from asyncrl.chat.reply import PING_S, Dialect, Reply, ping_of, written_parts
 from asyncrl.chat.server import Server, address_of, bind, is_local
 from asyncrl.config.environments import AgentConfig
 from asyncrl.environments.agent_requests import CHAT, parse_request
@@ -155,7 +155,7 @@ async def _streamed(session: AgentSession, answering: Answering, writer: Reply) 
     reading = asyncio.create_task(session.read(answering))
     try:
         while not (await asyncio.wait({reading}, timeout=PING_S))[0]:
-            yield COMMENT if writer.ping is None else http.frame(writer.ping[1], writer.ping[0])
+            yield ping_of(writer)
         reply = reading.result()
         for name, data in [*written_parts(writer, reply.parts), *writer.end(reply.end)]:
             yield http.frame(data, name)
