@@ -71,7 +71,8 @@ def to_chat(body: object) -> dict[str, Any]:
         "stop": asked.stop_sequences or None,
     }
     choice = asked.tool_choice
-    if choice is not None and (choice.type != "tool" or choice.name in [tool.name for tool in asked.tools]):
+    names = [tool.name for tool in asked.tools]
+    if choice is not None and (choice.name in names if choice.type == "tool" else names or choice.type != "any"):
         named = {"type": "function", "function": {"name": choice.name or ""}}
         made["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
         made["parallel_tool_calls"] = not choice.disable_parallel_tool_use

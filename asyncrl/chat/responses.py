@@ -206,7 +206,7 @@ class ResponsesReply(Reply):
     def end(self, end: End) -> list[Event]:
         # An answer without text and calls has an empty message.
         kinds = {item["type"] for item in (*self._items, self._open) if item is not None}
-        events = self.text("") if kinds <= {"reasoning"} else []
+        events = self.text("") if kinds <= {"reasoning"} and end.reason != "length" else []
         events += self._close("incomplete" if end.reason == "length" else "completed")
         self._end = end
         body = self.whole()
