@@ -109,8 +109,9 @@ class AgentEndpoint:
             over = asyncio.create_task(recorded.limit_reached.wait())
             try:
                 await asyncio.wait({work, over}, return_when=asyncio.FIRST_COMPLETED)
-                await asyncio.wait({work}, timeout=grace_s)
-                while recorded.is_busy and not work.done():  # concurrent requests below the limit
+                is_busy = True
+                while is_busy and not work.done():  # once more after the last answer of requests below the limit
+                    is_busy = recorded.is_busy
                     await asyncio.wait({work}, timeout=grace_s)
                 ended = not work.done()
             finally:

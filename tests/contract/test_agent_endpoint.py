@@ -319,11 +319,11 @@ async def test_concurrent_requests_keep_the_limit_and_those_below_it_are_waited_
     generate = ScriptedSession.generate
 
     async def late(self, *args):
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.5)
         return await generate(self, *args)
 
     monkeypatch.setattr(ScriptedSession, "generate", late)
-    overrides = ["rollout.agent.max_turns=2", "rollout.agent.grace_s=0.1"]
+    overrides = ["rollout.agent.max_turns=2", "rollout.agent.grace_s=1"]
     trajectory, session = await run(asks_at_once, *"abcde", overrides=overrides)
     assert (trajectory.finish_reason, session.rewarded) == ("length", ["a b"])
     assert dict(trajectory.reward_parts)["agent_requests"] == 2
