@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.chat.anthropic import MessagesRequest
+from asyncrl.chat.anthropic import COUNT_TOKENS, MessagesRequest
 from asyncrl.chat.fields import Served
 from asyncrl.chat.responses import ResponsesRequest
 from asyncrl.serving.protocol import ChatRequest, CompletionRequest
@@ -40,11 +40,14 @@ def schema(model: str, vocab_size: int, *, keyed: bool) -> dict[str, Any]:
     for items in ids["items"], several["items"]["anyOf"][1]["items"]:
         items["maximum"] = vocab_size - 1
     generated = {"choices": {"type": "array", "items": {"type": "object"}}, "usage": {"type": "object"}}
+    count = _body(MessagesRequest, model, schemas)
+    count["required"].remove("max_tokens")
     paths = {
         "/v1/chat/completions": _generate("chat", _body(ChatRequest, model, schemas), generated),
         "/v1/completions": _generate("completion", completion, generated),
         "/v1/responses": _generate("response", _body(ResponsesRequest, model, schemas), _TYPED),
         "/v1/messages": _generate("message", _body(MessagesRequest, model, schemas), _TYPED, _ANTHROPIC_ERROR),
+        COUNT_TOKENS: _generate("count", count, {"input_tokens": _COUNT}, _ANTHROPIC_ERROR),
         "/v1/models": _get("models", _object(data={"type": "array", "items": _MODEL})),
         "/v1/models/{id}": _get("model", _MODEL, "404"),
         "/openapi.json": _get("schema", {"type": "object"}),

@@ -9,7 +9,7 @@ def served_or_told_why(ctx, response, case):
     if case.meta is None or not case.meta.generation.mode.is_positive or response.status_code != 400:
         return
     error = response.json()["error"]
-    if case.path in ("/v1/responses", "/v1/messages"):
+    if case.path.startswith(("/v1/responses", "/v1/messages")):
         return  # what their items and blocks hold is checked as a chat completion, which their schemas do not repeat
     told = error["code"] == "context_length_exceeded"
     told |= error["param"] in ("min_tokens", "tool_choice", "response_format")
