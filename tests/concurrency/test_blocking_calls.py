@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -53,6 +54,24 @@ async def test_a_caller_that_gives_up_leaves_the_work_and_the_others_alone():
     go.set()
     assert await asyncio.wait_for(second, 5) == 7
     assert seen == [1, 2]
+
+
+def test_what_a_call_held_is_freed_before_its_caller_goes_on():
+    """A process group that is freed in this thread while the interpreter ends aborts the process."""
+
+    class Rank:
+        def stop(self):
+            pass
+
+    rank, go, freed = Rank(), threading.Event(), []
+    held, thread = weakref.ref(rank), BlockingCalls("test")
+    thread.submit(go.wait)
+    future = thread.submit(rank.stop)
+    future.add_done_callback(lambda _: freed.append(held() is None))
+    del rank
+    go.set()
+    future.result(5)
+    assert freed == [True]
 
 
 def test_work_that_does_not_end_keeps_no_process_alive():

@@ -48,13 +48,15 @@ class BlockingCalls:
             call, future = item
             if not future.set_running_or_notify_cancel():
                 continue
+            result, error = None, None
             try:
                 result = call()
-            except BaseException as error:  # noqa: BLE001 - task boundary: whoever waits for the call gets it
-                future.set_exception(_of_a_call(error))
-            else:
-                future.set_result(result)
-            del item, call, future  # no reference to a finished transfer's tensors while idle
+            except BaseException as raised:  # noqa: BLE001 - task boundary: whoever waits for the call gets it
+                error = _of_a_call(raised)
+            # Before the waiter goes on, and perhaps ends the process: freeing a process group then aborts it.
+            del item, call
+            future.set_exception(error) if error else future.set_result(result)
+            del future, result, error  # no reference to a finished transfer's tensors while idle
 
 
 def _of_a_call(error: BaseException) -> Exception:
