@@ -52,7 +52,6 @@ class SamplingConfig:
         )
 
 
-KvAdmissionMode = Literal["expected", "full", "off"]
 Quantization = Literal[
     "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "mxfp4", "int8_per_channel_weight_only",
     "nvfp4_per_token",
@@ -163,10 +162,6 @@ class VllmEngineConfig:
     quantization: Quantization | None = None
     """How vLLM quantises weights that it loads, at its start and in every publish; publishes are unquantised. Needs a
     model.inference_dtype of 16 bits. int8_... and nvfp4_...: experts only. None: not at all."""
-    kv_admission: KvAdmissionMode = "expected"
-    """When a request enters the engine, within max_num_seqs. expected: if the KV cache holds all running requests to
-    their expected ends, by the lengths of recent responses. full: if it holds their largest lengths. off: always. A
-    request that later finds no room is preempted and computed again (rollout/preemptions)."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts for later requests with the same prefix, until the weights change."""
     stream_interval: PositiveInt = 8
@@ -257,8 +252,6 @@ class SglangEngineConfig:
     GPU takes 0.85 of gpu_share."""
     max_total_tokens: PositiveInt | None = None
     """Tokens that the KV cache holds; None takes what mem_fraction_static leaves, on a CPU 65,536."""
-    kv_admission: KvAdmissionMode = "expected"
-    """As rollout.vllm.kv_admission."""
     stream_interval: PositiveInt = 8
     """Tokens that are streamed together. A dying replica loses the tokens that it has not streamed.
     rollout.interrupt=keep needs 1."""

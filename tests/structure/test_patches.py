@@ -85,11 +85,6 @@ EXEMPT = (
         ("uses Counting._preempt_request",),
     ),
     Exempt(
-        "inference/sglang/host_main.py",
-        "SGLang's get_server_info tells the KV cache of the first data-parallel rank alone, and needs its event loop.",
-        ("uses engine._scheduler_init_result",),
-    ),
-    Exempt(
         "kernels/cpu_products.py",
         "torch has no option by which oneDNN makes float32 products on a CPU where MKL is slow.",
         ("registers torch.library.Library('aten', 'IMPL')", "uses torch.ops.mkldnn._linear_pointwise"),

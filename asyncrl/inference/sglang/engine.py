@@ -12,8 +12,6 @@ from asyncrl.config.rollout import SglangEngineConfig
 from asyncrl.inference.sglang.host_process import HostProcess, engine_arguments, runs_on_cpu
 from asyncrl.inference.sglang.sampling_params import asked
 from asyncrl.inference.sglang.weight_channel import LOADER, PublishOrder, WeightChannel
-from asyncrl.inference.shared.kv_admission import KvAdmission
-from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.stamped_stream import Output, StampedStream
@@ -59,7 +57,6 @@ class SglangEngine(ProcessEngine[SglangStream]):
             max_running=settings.max_running_requests,
             context_tokens=settings.context_tokens,
             load_real_weights=load_real_weights,
-            kv_admission=KvAdmission(settings.kv_admission),
         )
         self._settings = settings
         self._sleeps = settings.enable_memory_saver
@@ -114,10 +111,6 @@ class SglangEngine(ProcessEngine[SglangStream]):
 
     def _vocab_size(self) -> int:
         return self._facts["vocab_size"]
-
-    def _kv_capacity(self) -> KvCapacity | None:
-        found = self._facts["kv"]
-        return None if found is None else KvCapacity(*found, shares_prompts=not self._settings.disable_radix_cache)
 
     def _new_stream(self, request: GenerationRequest) -> SglangStream:
         return SglangStream(request)

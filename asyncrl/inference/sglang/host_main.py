@@ -114,7 +114,7 @@ async def _serve(engine: Any, connection: socket.socket, directory: str) -> None
     eos = sorted(getattr(config, "hf_eos_token_id", None) or ())
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     segments = [str(path) for process in processes for path in _segments(process.pid)]
-    facts = {"vocab_size": config.vocab_size, "eos": eos, "segments": segments, "kv": kv_cache(engine)}
+    facts = {"vocab_size": config.vocab_size, "eos": eos, "segments": segments}
     send(("answer", 0, facts, ""))
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
@@ -151,14 +151,6 @@ def main() -> None:
         logger.exception("SGLang's process ends")
     finally:
         end(directory)
-
-
-def kv_cache(engine: Any) -> tuple[int, int] | None:
-    """(tokens of the KV cache, tokens per page); None if this SGLang does not report them."""
-    found = getattr(engine, "_scheduler_init_result", None)
-    infos = [getattr(engine, "scheduler_info", None), *getattr(found, "scheduler_infos", ())]
-    sizes = [info["max_total_num_tokens"] for info in infos if info and info.get("max_total_num_tokens")]
-    return (int(min(sizes)), getattr(engine.server_args, "page_size", None) or 1) if sizes else None
 
 
 def _check_context(engine: Any, context_length: int) -> None:

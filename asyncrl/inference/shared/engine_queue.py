@@ -1,14 +1,14 @@
 """Admission queue before an engine that has a queue itself, like vLLM. Pure, given the clock.
 
 A request queued inside the engine would start after a publish with the cache salt of the old weights, and a pause could
-not distinguish it from a running one. So the engine gets only as many requests as it can decode concurrently and has KV
-cache for, and none while it is paused.
+not distinguish it from a running one. So the engine gets only as many requests as it can decode concurrently, and none
+while it is paused.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Stream = TypeVar("Stream")
@@ -34,8 +34,6 @@ class EngineQueue(Generic[Stream]):
     Args:
         start: called for each stream that gets a place, in queue order.
         clock: seconds, monotonic.
-        fits: whether a stream has room in addition to the running ones; must be True if none run. Asked for the head of
-            the queue at each change and by `ask_again`.
         is_resumed: whether a stream continues a response that had a place before.
     """
 
@@ -44,13 +42,11 @@ class EngineQueue(Generic[Stream]):
         limit: int,
         start: Callable[[Stream], None],
         clock: Callable[[], float],
-        fits: Callable[[Stream, Sequence[Stream]], bool] = lambda stream, running: True,
         is_resumed: Callable[[Stream], bool] = lambda stream: False,
     ) -> None:
         self._limit = limit
         self._start = start
         self._clock = clock
-        self._fits = fits
         self._is_resumed = is_resumed
         self._open = False
         self._busy_s = 0.0
@@ -85,15 +81,8 @@ class EngineQueue(Generic[Stream]):
         self._open = is_open
         self._admit()
 
-    def ask_again(self) -> None:
-        """Checks the head again, because the running streams have come closer to their ends."""
-        self._admit()
-
     def _admit(self) -> None:
         while self._open and self.waiting and len(self.running) < self._limit:
-            # Smaller requests must not overtake the head, which could wait forever.
-            if not self._fits(self.waiting[0], self.running):
-                break
             stream = self.waiting.popleft()
             self.running.append(stream)
             self._start(stream)

@@ -15,8 +15,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from asyncrl.config.model import ModelConfig
 from asyncrl.errors import BadRequest, ConfigError, GenerationError, WeightTransferError, explain
 from asyncrl.inference.shared.engine_queue import EngineQueue
-from asyncrl.inference.shared.kv_admission import KvAdmission
-from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.shared.request_checks import misfit
 from asyncrl.inference.shared.streams import RequestStream, empty_chunk
@@ -82,20 +80,15 @@ class ProcessEngine(ABC, Generic[S]):
         max_running: int,
         context_tokens: int,
         load_real_weights: bool,
-        kv_admission: KvAdmission | None = None,
     ) -> None:
-        """`load_real_weights`: start as version 0; otherwise with version None. `kv_admission`: None admits every
-        request."""
+        """`load_real_weights`: start as version 0; otherwise with version None."""
         self._model = model
         self._context_tokens = context_tokens
         self._real_weights = load_real_weights
-        self._kv = kv_admission or KvAdmission("off")
-        # The salt is read at each check: it changes with every publish.
         self._queue: EngineQueue[S] = EngineQueue(
             max_running,
             self._send,
             time.monotonic,
-            fits=lambda asked, running: self._kv.fits(asked, running, self._salt),
             is_resumed=lambda stream: stream.request.first_position > 0,
         )
         self._streams: dict[str, S] = {}
@@ -133,10 +126,6 @@ class ProcessEngine(ABC, Generic[S]):
 
     @abstractmethod
     def _vocab_size(self) -> int: ...
-
-    def _kv_capacity(self) -> KvCapacity | None:
-        """KV cache size of the started engine; None if it does not report one."""
-        return None
 
     @abstractmethod
     def _new_stream(self, request: GenerationRequest) -> S: ...
@@ -198,7 +187,6 @@ class ProcessEngine(ABC, Generic[S]):
         finally:
             launching.cancel()
         self._started = True
-        self._kv.learn(self._kv_capacity())
         self._spawn(self._watch(), f"{self.key}-watch")
         if self._real_weights:
             await self.commit(0)
@@ -337,8 +325,7 @@ class ProcessEngine(ABC, Generic[S]):
     def _hand_over(self, stream: S, chunks: list[TokenChunk], *, is_last: bool) -> None:
         """Delivers the chunks of one output; called by `_sample`. A requeued request's last output has no token and is
         dropped."""
-        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        self._generated += num_tokens
+        self._generated += sum(len(chunk.token_ids) for chunk in chunks)
         # `_freeze` took the stream out before its first token.
         if is_last and stream.fate == "requeue" and stream.num_tokens == 0:
             self._leave(stream)
@@ -348,11 +335,7 @@ class ProcessEngine(ABC, Generic[S]):
             if chunk.finish_reason is None:
                 stream.chunks.put_nowait(chunk)
             else:
-                if chunk.finish_reason != "abort":
-                    self._kv.ended(stream)
                 self._finish(stream, chunk)
-        if self._kv.sampled(num_tokens):
-            self._queue.ask_again()
 
     def _leave(self, stream: S) -> None:
         """Resets the stream so that it can be sent again."""

@@ -51,8 +51,6 @@ class RequestStream:
         self.chunks = Mailbox()
         self.num_tokens = 0
         """Tokens handed over."""
-        self.prompt_key: int | None = None
-        """Equal for streams in the engine that share a prompt's KV cache; None: not shared."""
         self.fate: Fate | None = None
         self.entered = asyncio.Event()
         self.ended = asyncio.Event()

@@ -15,8 +15,6 @@ import numpy as np
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import BadRequest, DeadlineExceeded, GenerationError, WeightTransferError, explain
-from asyncrl.inference.shared.kv_admission import KvAdmission
-from asyncrl.inference.shared.kv_room import KvCapacity
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.inference.shared.publish_calls import PublishCalls
 from asyncrl.inference.vllm.launch import Launcher, death_of
@@ -53,7 +51,6 @@ class VllmEngine(ProcessEngine[VllmStream]):
             max_running=settings.max_num_seqs,
             context_tokens=settings.context_tokens,
             load_real_weights=load_real_weights,
-            kv_admission=KvAdmission(settings.kv_admission),
         )
         self._settings = settings
         self._sleeps = settings.enable_sleep_mode
@@ -123,13 +120,6 @@ class VllmEngine(ProcessEngine[VllmStream]):
 
     def _vocab_size(self) -> int:
         return self._llm.model_config.get_vocab_size()
-
-    def _kv_capacity(self) -> KvCapacity | None:
-        cache = self._llm.vllm_config.cache_config
-        if not cache.kv_cache_size_tokens or not cache.block_size:  # None for a model without attention
-            return None
-        tokens = cache.kv_cache_size_tokens - cache.block_size  # vLLM uses none of one block
-        return KvCapacity(tokens, cache.block_size, bool(cache.enable_prefix_caching))
 
     def _new_stream(self, request: GenerationRequest) -> VllmStream:
         return VllmStream(request, self._expert_layers, image_token=self._token)
