@@ -230,12 +230,10 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
 
 def _require_standalone(engine: str) -> None:
     """Raises ConfigError if the engine cannot load the evaluated weights."""
-    require(
-        engine in STANDALONE,
-        asked=f"an evaluation with rollout.engine={engine}",
-        found="its servers have whatever was published to them last, and only a run publishes to them",
-        do=f"pass --engine {' or --engine '.join(STANDALONE)}",
-    )
+    if engine not in STANDALONE:
+        found = "its servers have whatever was published to them last, and only a run publishes to them"
+        do = f"pass --engine {' or --engine '.join(STANDALONE)}"
+        raise ConfigError(explain(f"an evaluation with rollout.engine={engine}", found, do))
 
 
 def _of_run(arguments: argparse.Namespace, found: FoundCheckpoint, scratch: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from annotated_types import Ge
 
 from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
 from asyncrl.config.checks import require, section
+from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
 
 if TYPE_CHECKING:
@@ -52,12 +53,10 @@ class DistillationConfig:
     teacher's top_k likeliest tokens and all others as one, as a term of the loss; 32 to 128 is usual."""
 
     def __post_init__(self) -> None:
-        require(
-            self.top_k == 0 or self.coefficient > 0,
-            asked=f"algorithm.distillation.top_k={self.top_k} with algorithm.distillation.coefficient=0",
-            found="there is no divergence to compute",
-            do="set algorithm.distillation.coefficient=1, or leave top_k out",
-        )
+        if self.top_k != 0 and self.coefficient <= 0:
+            asked = f"algorithm.distillation.top_k={self.top_k} with algorithm.distillation.coefficient=0"
+            do = "set algorithm.distillation.coefficient=1, or leave top_k out"
+            raise ConfigError(explain(asked, "there is no divergence to compute", do))
 
     @property
     def token_arrays(self) -> tuple[str, ...]:
@@ -114,26 +113,18 @@ class CorrectionConfig:
         spec, (low, high) = CORRECTIONS[self.name], self.bounds
         asked = f"algorithm.corrections: {self.name} with low={low:g} and high={high:g}"
         require(low == 0 or spec.low > 0, asked=asked, found="it has no lower bound", do="leave low out")
-        require(
-            not self.normalize or spec.weighs,
-            asked=f"{asked} and normalize=true",
-            found="it only drops tokens: there are no weights to normalise",
-            do=f"leave normalize out, or use one of {_those(CORRECTIONS, 'weighs')}",
-        )
+        if self.normalize and not spec.weighs:
+            found = "it only drops tokens: there are no weights to normalise"
+            do = f"leave normalize out, or use one of {_those(CORRECTIONS, 'weighs')}"
+            raise ConfigError(explain(f"{asked} and normalize=true", found, do))
         if spec.measure is not None:
-            require(
-                math.isfinite(high) and high > 0,
-                asked=asked,
-                found=f"high is {spec.measure}",
-                do=f"set high above 0 ({spec.usual} is usual)",
-            )
+            if not (math.isfinite(high) and high > 0):
+                do = f"set high above 0 ({spec.usual} is usual)"
+                raise ConfigError(explain(asked, f"high is {spec.measure}", do))
             return
-        require(
-            0 <= low <= 1 <= high < math.inf and low < high,
-            asked=asked,
-            found="the ratio is 1 where the policies agree: such bounds would touch what is right",
-            do="set low and high so that low <= 1 <= high",
-        )
+        if not (0 <= low <= 1 <= high < math.inf and low < high):
+            found = "the ratio is 1 where the policies agree: such bounds would touch what is right"
+            raise ConfigError(explain(asked, found, "set low and high so that low <= 1 <= high"))
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -171,32 +162,28 @@ class KlConfig:
     """Directory or hub name of the reference model, which must have the policy's vocabulary; None takes model.path."""
 
     def __post_init__(self) -> None:
-        require(
-            self.coefficient > 0 or self.path is None,
-            asked=f"algorithm.kl.path={self.path} with algorithm.kl.coefficient=0",
-            found="no reference model is loaded",
-            do="set algorithm.kl.coefficient above 0, or leave the path out",
-        )
-        require(
-            self.coefficient == 0 or self.place == "reward" or self.estimator != "k1" or self.importance_weighted,
-            asked="algorithm.kl.estimator=k1 with algorithm.kl.place=loss",
-            found="its gradient is 0 on average: it holds the policy to nothing",
-            do="set algorithm.kl.estimator to k2 or k3, algorithm.kl.place=reward, or "
-            "algorithm.kl.importance_weighted=true",
-        )
-        require(
-            not self.importance_weighted or (self.coefficient > 0 and self.place == "loss"),
-            asked=f"algorithm.kl.importance_weighted=true with algorithm.kl.coefficient={self.coefficient:g} and "
-            f"algorithm.kl.place={self.place}",
-            found="there is no divergence in the loss that could be weighted",
-            do="set algorithm.kl.coefficient above 0 and algorithm.kl.place=loss, or importance_weighted=false",
-        )
-        require(
-            not self.importance_weighted or self.estimator != "k2",
-            asked="algorithm.kl.importance_weighted=true with algorithm.kl.estimator=k2",
-            found="its mean is not the divergence: weighted, its gradient is that of something else",
-            do="set algorithm.kl.estimator=k3 (or k1)",
-        )
+        if self.coefficient <= 0 and self.path is not None:
+            found = "no reference model is loaded"
+            do = "set algorithm.kl.coefficient above 0, or leave the path out"
+            raise ConfigError(explain(f"algorithm.kl.path={self.path} with algorithm.kl.coefficient=0", found, do))
+        if self.coefficient != 0 and self.place != "reward" and self.estimator == "k1" and not self.importance_weighted:
+            found = "its gradient is 0 on average: it holds the policy to nothing"
+            do = (
+                "set algorithm.kl.estimator to k2 or k3, algorithm.kl.place=reward, or "
+                "algorithm.kl.importance_weighted=true"
+            )
+            raise ConfigError(explain("algorithm.kl.estimator=k1 with algorithm.kl.place=loss", found, do))
+        if self.importance_weighted and (self.coefficient <= 0 or self.place != "loss"):
+            asked = (
+                f"algorithm.kl.importance_weighted=true with algorithm.kl.coefficient={self.coefficient:g} and "
+                f"algorithm.kl.place={self.place}"
+            )
+            do = "set algorithm.kl.coefficient above 0 and algorithm.kl.place=loss, or importance_weighted=false"
+            raise ConfigError(explain(asked, "there is no divergence in the loss that could be weighted", do))
+        if self.importance_weighted and self.estimator == "k2":
+            asked = "algorithm.kl.importance_weighted=true with algorithm.kl.estimator=k2"
+            found = "its mean is not the divergence: weighted, its gradient is that of something else"
+            raise ConfigError(explain(asked, found, "set algorithm.kl.estimator=k3 (or k1)"))
 
 
 @section("algorithm.overlong.")
@@ -277,102 +264,74 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         advantage = ADVANTAGES[self.advantage]
-        require(
-            self.group_std == "population" or advantage.has_group_std,
-            asked=f"algorithm.group_std={self.group_std} with algorithm.advantage={self.advantage}",
-            found=f"only advantage {_those(ADVANTAGES, 'has_group_std')} divides by it",
-            do="set algorithm.advantage=grpo, or leave algorithm.group_std out",
-        )
-        require(
-            self.dual_clip == 0 or self.dual_clip > 1,
-            asked=f"algorithm.dual_clip={self.dual_clip}",
-            found="a bound of 1 or less would cut the loss at ratio 1",
-            do="set algorithm.dual_clip above 1 (3 is usual), or 0 for none",
-        )
-        require(
-            self.fixed_tokens is None or self.aggregation == "fixed",
-            asked=f"algorithm.fixed_tokens={self.fixed_tokens} with algorithm.aggregation={self.aggregation}",
-            found="only aggregation fixed reads it",
-            do="set algorithm.aggregation=fixed, or leave algorithm.fixed_tokens out",
-        )
+        if self.group_std != "population" and not advantage.has_group_std:
+            asked = f"algorithm.group_std={self.group_std} with algorithm.advantage={self.advantage}"
+            do = "set algorithm.advantage=grpo, or leave algorithm.group_std out"
+            raise ConfigError(explain(asked, f"only advantage {_those(ADVANTAGES, 'has_group_std')} divides by it", do))
+        if self.dual_clip != 0 and self.dual_clip <= 1:
+            found = "a bound of 1 or less would cut the loss at ratio 1"
+            do = "set algorithm.dual_clip above 1 (3 is usual), or 0 for none"
+            raise ConfigError(explain(f"algorithm.dual_clip={self.dual_clip}", found, do))
+        if self.fixed_tokens is not None and self.aggregation != "fixed":
+            asked = f"algorithm.fixed_tokens={self.fixed_tokens} with algorithm.aggregation={self.aggregation}"
+            do = "set algorithm.aggregation=fixed, or leave algorithm.fixed_tokens out"
+            raise ConfigError(explain(asked, "only aggregation fixed reads it", do))
         # a preset may have named the place: its coefficient can still be set to 0
-        require(
-            self.kl.coefficient > 0 or self.kl.place == "loss" or self.preset is not None,
-            asked="algorithm.kl.place=reward with algorithm.kl.coefficient=0",
-            found="nothing is taken from the reward",
-            do="set algorithm.kl.coefficient above 0, or leave the place out",
-        )
-        require(
-            self.dual_clip == 0 or LOSSES[self.loss].has_dual_clip,
-            asked=f"algorithm.dual_clip={self.dual_clip} with algorithm.loss={self.loss}",
-            found=f"only {_those(LOSSES, 'has_dual_clip')} has that bound",
-            do="set algorithm.dual_clip=0",
-        )
+        if self.kl.coefficient <= 0 and self.kl.place != "loss" and self.preset is None:
+            found = "nothing is taken from the reward"
+            do = "set algorithm.kl.coefficient above 0, or leave the place out"
+            raise ConfigError(explain("algorithm.kl.place=reward with algorithm.kl.coefficient=0", found, do))
+        if self.dual_clip != 0 and not LOSSES[self.loss].has_dual_clip:
+            asked = f"algorithm.dual_clip={self.dual_clip} with algorithm.loss={self.loss}"
+            do = "set algorithm.dual_clip=0"
+            raise ConfigError(explain(asked, f"only {_those(LOSSES, 'has_dual_clip')} has that bound", do))
         negative = self.overlong.buffer_tokens != 0 or (self.kl.coefficient > 0 and self.kl.place == "reward")
-        require(
-            advantage.takes_negative or not negative,
-            asked=f"algorithm.advantage={self.advantage} with a penalty in the reward",
-            found=f"rewards may become negative, and {self.advantage} has no meaning for those",
-            do="set algorithm.overlong.buffer_tokens=0 and algorithm.kl.place=loss",
-        )
-        require(
-            not (self.dynamic_sampling and self.distillation.coefficient),
-            asked="algorithm.dynamic_sampling=true with algorithm.distillation.coefficient above 0",
-            found="groups of equal rewards would be filtered, and the teacher has something to say about them too",
-            do="set algorithm.dynamic_sampling=false",
-        )
-        require(
-            not advantage.needs_teacher or self.distillation.coefficient > 0,
-            asked=f"algorithm.advantage={self.advantage} with algorithm.distillation.coefficient=0",
-            found="nothing would be learned",
-            do="set algorithm.distillation.coefficient=1 and teacher.path, or another advantage",
-        )
+        if not advantage.takes_negative and negative:
+            found = f"rewards may become negative, and {self.advantage} has no meaning for those"
+            do = "set algorithm.overlong.buffer_tokens=0 and algorithm.kl.place=loss"
+            raise ConfigError(explain(f"algorithm.advantage={self.advantage} with a penalty in the reward", found, do))
+        if self.dynamic_sampling and self.distillation.coefficient:
+            asked = "algorithm.dynamic_sampling=true with algorithm.distillation.coefficient above 0"
+            found = "groups of equal rewards would be filtered, and the teacher has something to say about them too"
+            raise ConfigError(explain(asked, found, "set algorithm.dynamic_sampling=false"))
+        if advantage.needs_teacher and self.distillation.coefficient <= 0:
+            asked = f"algorithm.advantage={self.advantage} with algorithm.distillation.coefficient=0"
+            do = "set algorithm.distillation.coefficient=1 and teacher.path, or another advantage"
+            raise ConfigError(explain(asked, "nothing would be learned", do))
         self._check_ratio()
 
     def _check_ratio(self) -> None:
         """Checks that the settings define the importance ratio exactly once."""
-        require(
-            self.proximal == "recompute" or self.ratio == "proximal",
-            asked=f"algorithm.proximal={self.proximal} with algorithm.ratio={self.ratio}",
-            found="there is no proximal policy",
-            do="set algorithm.ratio=proximal",
-        )
-        require(
-            LOSSES[self.loss].takes_proximal or self.ratio == "behavior",
-            asked=f"algorithm.loss={self.loss} with algorithm.ratio=proximal",
-            found="its trust region is around the policy that sampled: around another it does not bound the mismatch",
-            do="set algorithm.ratio=behavior, or algorithm.loss=clipped_surrogate",
-        )
+        if self.proximal != "recompute" and self.ratio != "proximal":
+            asked = f"algorithm.proximal={self.proximal} with algorithm.ratio={self.ratio}"
+            raise ConfigError(explain(asked, "there is no proximal policy", "set algorithm.ratio=proximal"))
+        if not LOSSES[self.loss].takes_proximal and self.ratio != "behavior":
+            found = "its trust region is around the policy that sampled: around another it does not bound the mismatch"
+            do = "set algorithm.ratio=behavior, or algorithm.loss=clipped_surrogate"
+            raise ConfigError(explain(f"algorithm.loss={self.loss} with algorithm.ratio=proximal", found, do))
         names = [c.name for c in self.corrections]
         normalized = [c.name for c in self.corrections if c.normalize]
-        require(
-            not normalized or self.ratio == "proximal",
-            asked=f"normalize=true of algorithm.corrections={normalized} with algorithm.ratio=behavior",
-            found="corrections weigh nothing there",
-            do="set algorithm.ratio=proximal, or leave normalize out",
-        )
+        if normalized and self.ratio != "proximal":
+            asked = f"normalize=true of algorithm.corrections={normalized} with algorithm.ratio=behavior"
+            do = "set algorithm.ratio=proximal, or leave normalize out"
+            raise ConfigError(explain(asked, "corrections weigh nothing there", do))
         fitted = [c.name for c in self.corrections if c.is_fitted]
-        require(
-            not fitted or self.proximal == "recompute",
-            asked=f"algorithm.corrections={fitted} over the whole update with algorithm.proximal=log_linear",
-            found="they need the forward pass before the update that log_linear is to save",
-            do="set algorithm.proximal=recompute, or leave them (or their normalize) out",
-        )
+        if fitted and self.proximal != "recompute":
+            asked = f"algorithm.corrections={fitted} over the whole update with algorithm.proximal=log_linear"
+            found = "they need the forward pass before the update that log_linear is to save"
+            do = "set algorithm.proximal=recompute, or leave them (or their normalize) out"
+            raise ConfigError(explain(asked, found, do))
         # With ratio=proximal one correction may weigh by the ratio; with ratio=behavior none, the ratio is in the loss.
         weighers = [name for name in names if CORRECTIONS[name].weighs]
-        require(
-            self.ratio == "behavior" or len(weighers) <= 1,
-            asked=f"algorithm.corrections={weighers} with algorithm.ratio=proximal",
-            found="each of them weighs by the ratio: it would count twice",
-            do="name one of them",
-        )
+        if self.ratio != "behavior" and len(weighers) > 1:
+            found = "each of them weighs by the ratio: it would count twice"
+            do = "name one of them"
+            raise ConfigError(explain(f"algorithm.corrections={weighers} with algorithm.ratio=proximal", found, do))
         weighing = [name for name in weighers if not CORRECTIONS[name].drops]
-        require(
-            self.ratio == "proximal" or not weighing,
-            asked=f"algorithm.corrections={weighing} with algorithm.ratio=behavior",
-            found="the ratio to the behaviour policy corrects for the mismatch already: it would count twice",
-            do="set algorithm.ratio=proximal, or use corrections that drop tokens (masked_is, icepop, ...)",
-        )
+        if self.ratio != "proximal" and weighing:
+            found = "the ratio to the behaviour policy corrects for the mismatch already: it would count twice"
+            do = "set algorithm.ratio=proximal, or use corrections that drop tokens (masked_is, icepop, ...)"
+            raise ConfigError(explain(f"algorithm.corrections={weighing} with algorithm.ratio=behavior", found, do))
         require(
             len(set(names)) == len(names),
             asked=f"algorithm.corrections={names}",

@@ -3,7 +3,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, Literal
 
-from asyncrl.config.checks import require, section
+from asyncrl.config.checks import section
+from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
 
@@ -32,12 +33,9 @@ class CurriculumConfig:
     """Rows with a larger number are dropped and counted."""
 
     def __post_init__(self) -> None:
-        require(
-            self.min <= self.max,
-            asked=f"data.curriculum.min={self.min} and max={self.max}",
-            found="no row lies between them",
-            do="set min below max",
-        )
+        if self.min > self.max:
+            found = "no row lies between them"
+            raise ConfigError(explain(f"data.curriculum.min={self.min} and max={self.max}", found, "set min below max"))
 
 
 @section("data.")

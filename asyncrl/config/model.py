@@ -6,6 +6,7 @@ from typing import Literal
 
 from asyncrl.config.checks import require
 from asyncrl.config.rollout import RolloutConfig, TorchEngineConfig, VllmEngineConfig
+from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import Positive, PositiveInt
 
 
@@ -34,12 +35,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         do = "set model.path to a directory or hub name"
         require(bool(self.path), asked="model.path=''", found="no model", do=do)
-        require(
-            self.date is None or _is_date(self.date),
-            asked=f"model.date={self.date}",
-            found="no date",
-            do="write it as 2026-01-31",
-        )
+        if self.date is not None and not _is_date(self.date):
+            raise ConfigError(explain(f"model.date={self.date}", "no date", "write it as 2026-01-31"))
 
 
 def _is_date(text: str) -> bool:
@@ -86,12 +83,10 @@ class ModelPoolConfig:
         return ModelConfig(**{name: getattr(self, name) for name in shared})
 
     def __post_init__(self) -> None:
-        require(
-            self.vllm.gpu_share == 1,
-            asked=f"vllm.gpu_share={self.vllm.gpu_share:g} of a teacher or judge",
-            found="only a replica of the policy shares its GPU, with a trainer rank",
-            do="leave it out; engine=torch shares the GPUs that are left",
-        )
+        if self.vllm.gpu_share != 1:
+            found = "only a replica of the policy shares its GPU, with a trainer rank"
+            do = "leave it out; engine=torch shares the GPUs that are left"
+            raise ConfigError(explain(f"vllm.gpu_share={self.vllm.gpu_share:g} of a teacher or judge", found, do))
         if self.engine == "vllm":
             self.vllm.check_dtype(self.inference_dtype, key="vllm", dtype_key="inference_dtype")
 
@@ -108,12 +103,10 @@ class ModelPoolConfig:
         """
         engine = self.torch if self.engine == "torch" else self.vllm
         found = engine.max_model_len
-        require(
-            found is None or found >= least_tokens,
-            asked=f"{key}.{self.engine}.max_model_len={found}",
-            found=f"requests to this pool have {least_tokens} tokens and more",
-            do=f"raise it to {context_tokens} or leave it out",
-        )
+        if found is not None and found < least_tokens:
+            asked = f"{key}.{self.engine}.max_model_len={found}"
+            do = f"raise it to {context_tokens} or leave it out"
+            raise ConfigError(explain(asked, f"requests to this pool have {least_tokens} tokens and more", do))
         length = found or context_tokens
         return RolloutConfig(
             num_replicas=self.num_replicas,

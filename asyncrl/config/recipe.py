@@ -29,6 +29,7 @@ from asyncrl.config.run import (
 )
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
+from asyncrl.errors import ConfigError, explain
 
 JUDGE_PROMPT_TOKENS = 256
 """Tokens of a judge's question without the responses."""
@@ -86,23 +87,20 @@ class Recipe:
         self._resolve_lengths()
         # Lengths are resolved first: the checks below and the engines read them.
         batch, staleness, data = self.batch, self.staleness, self.data
-        require(
-            bool(data.train) != bool(data.mixture),
-            asked=f"data.train={data.train!r} and data.mixture={sorted(data.mixture)}",
-            found="both name training data" if data.train else "data.train is not set: no training data",
-            do="set data.train=FILE, or data.mixture={name: {path: FILE, weight: 1}}",
-        )
+        if bool(data.train) == bool(data.mixture):
+            found = "both name training data" if data.train else "data.train is not set: no training data"
+            do = "set data.train=FILE, or data.mixture={name: {path: FILE, weight: 1}}"
+            raise ConfigError(explain(f"data.train={data.train!r} and data.mixture={sorted(data.mixture)}", found, do))
         if self.rollout.engine == "vllm":
             of_model = "model.inference_dtype"
             self.rollout.vllm.check_dtype(self.model.inference_dtype, key="rollout.vllm", dtype_key=of_model)
         trajectories = batch.num_trajectories
-        require(
-            self.eval.leased_replicas < self.rollout.num_replicas,
-            asked=f"eval.leased_replicas={self.eval.leased_replicas} of rollout.num_replicas="
-            f"{self.rollout.num_replicas}",
-            found="no replica would be left for training",
-            do="lower eval.leased_replicas, or set it to 0: training then waits for evaluations",
-        )
+        if self.eval.leased_replicas >= self.rollout.num_replicas:
+            asked = (
+                f"eval.leased_replicas={self.eval.leased_replicas} of rollout.num_replicas={self.rollout.num_replicas}"
+            )
+            do = "lower eval.leased_replicas, or set it to 0: training then waits for evaluations"
+            raise ConfigError(explain(asked, "no replica would be left for training", do))
         require(
             trajectories % self.trainer.layout.num_plans == 0,
             asked=f"{batch.groups_per_step} groups x {batch.group_size} trajectories on {self.trainer.num_ranks} ranks",
@@ -110,27 +108,24 @@ class Recipe:
             f"data-parallel ranks of trainer.num_ranks={self.trainer.num_ranks}",
             do=nearest_batches(self),
         )
-        require(
-            staleness.publish_every_steps <= self.max_lag + 1,
-            asked=f"staleness.publish_every_steps={staleness.publish_every_steps} in mode {self.mode}",
-            found=f"max_lag is {self.max_lag}: nothing trainable could exist before the next publish",
-            do=f"set staleness.publish_every_steps to at most {self.max_lag + 1}, or raise staleness.max_lag",
-        )
+        if staleness.publish_every_steps > self.max_lag + 1:
+            asked = f"staleness.publish_every_steps={staleness.publish_every_steps} in mode {self.mode}"
+            found = f"max_lag is {self.max_lag}: nothing trainable could exist before the next publish"
+            do = f"set staleness.publish_every_steps to at most {self.max_lag + 1}, or raise staleness.max_lag"
+            raise ConfigError(explain(asked, found, do))
         length_key = f"rollout.{self.rollout.engine}.max_model_len"
         longest = self.data.max_prompt_tokens + self.rollout.sampling.max_response_tokens
-        require(
-            longest <= self.rollout.max_model_len,
-            asked=f"data.max_prompt_tokens={self.data.max_prompt_tokens} + "
-            f"rollout.sampling.max_response_tokens={self.rollout.sampling.max_response_tokens} = {longest} tokens",
-            found=f"{length_key}={self.rollout.max_model_len}",
-            do=f"raise {length_key} to {longest} or leave it out, or lower the other two",
-        )
-        require(
-            longest <= self.max_tokens_per_microbatch,
-            asked=f"trainer.max_tokens_per_microbatch={self.trainer.max_tokens_per_microbatch}",
-            found=f"one trajectory may have {longest} tokens and is never split",
-            do=f"raise trainer.max_tokens_per_microbatch to {longest}, or leave it out",
-        )
+        if longest > self.rollout.max_model_len:
+            asked = (
+                f"data.max_prompt_tokens={self.data.max_prompt_tokens} + "
+                f"rollout.sampling.max_response_tokens={self.rollout.sampling.max_response_tokens} = {longest} tokens"
+            )
+            do = f"raise {length_key} to {longest} or leave it out, or lower the other two"
+            raise ConfigError(explain(asked, f"{length_key}={self.rollout.max_model_len}", do))
+        if longest > self.max_tokens_per_microbatch:
+            asked = f"trainer.max_tokens_per_microbatch={self.trainer.max_tokens_per_microbatch}"
+            do = f"raise trainer.max_tokens_per_microbatch to {longest}, or leave it out"
+            raise ConfigError(explain(asked, f"one trajectory may have {longest} tokens and is never split", do))
         require(
             self.mode != "fully_async"
             or self.rollout.interrupt != "drain"
@@ -140,12 +135,10 @@ class Recipe:
             f"{self.rollout.request_timeout_s:g}",
             do="raise weights.publish_timeout_s or lower rollout.request_timeout_s",
         )
-        require(
-            self.eval.every_steps == 0 or bool(self.data.eval),
-            asked=f"eval.every_steps={self.eval.every_steps}",
-            found="data.eval names no held-out set",
-            do="set data.eval={held_out: FILE} or eval.every_steps=0",
-        )
+        if self.eval.every_steps != 0 and not self.data.eval:
+            found = "data.eval names no held-out set"
+            do = "set data.eval={held_out: FILE} or eval.every_steps=0"
+            raise ConfigError(explain(f"eval.every_steps={self.eval.every_steps}", found, do))
         # Checks across two or more sections; each section has checked itself already.
         self._check_algorithm()
         self._check_branches()
@@ -154,12 +147,10 @@ class Recipe:
         self._check_schedule()
         self._check_weights()
         # Derived settings come last, after the checks of the settings as written.
-        require(
-            self.model.image_directory in (None, self.data.image_directory),
-            asked=f"model.image_directory={self.model.image_directory}",
-            found=f"data.image_directory={self.data.image_directory}, which sets it",
-            do="set data.image_directory alone",
-        )
+        if self.model.image_directory not in (None, self.data.image_directory):
+            found = f"data.image_directory={self.data.image_directory}, which sets it"
+            do = "set data.image_directory alone"
+            raise ConfigError(explain(f"model.image_directory={self.model.image_directory}", found, do))
         if self.data.image_directory is not None:
             self._check_images()
             object.__setattr__(self, "model", replace(self.model, image_directory=self.data.image_directory))
@@ -195,26 +186,22 @@ class Recipe:
             ("algorithm.dynamic_sampling=true", algorithm.dynamic_sampling),
             ("a pairwise reward", self.reward.compares),
         ):
-            require(
-                group_size >= 2 or not compares,
-                asked=f"batch.group_size={group_size} with {asked}",
-                found="it compares the trajectories of a group, and one alone has no other to be compared with",
-                do="set batch.group_size to 2 or more",
-            )
-        require(
-            self.rollout.sampling.temperature > 0 or not relative,
-            asked=f"rollout.sampling.temperature=0 with algorithm.advantage={algorithm.advantage}",
-            found="greedy trajectories of one prompt are all alike: a group-relative advantage is then 0",
-            do="set rollout.sampling.temperature above 0 (1 is usual)",
-        )
+            if group_size < 2 and compares:
+                found = "it compares the trajectories of a group, and one alone has no other to be compared with"
+                do = "set batch.group_size to 2 or more"
+                raise ConfigError(explain(f"batch.group_size={group_size} with {asked}", found, do))
+        if self.rollout.sampling.temperature <= 0 and relative:
+            asked = f"rollout.sampling.temperature=0 with algorithm.advantage={algorithm.advantage}"
+            found = "greedy trajectories of one prompt are all alike: a group-relative advantage is then 0"
+            raise ConfigError(explain(asked, found, "set rollout.sampling.temperature above 0 (1 is usual)"))
         buffer, longest = algorithm.overlong.buffer_tokens or 0, self.longest_response_tokens
-        require(
-            buffer <= longest,
-            asked=f"algorithm.overlong.buffer_tokens={buffer}",
-            found=f"a response has at most {longest} tokens (rollout.sampling.max_response_tokens="
-            f"{self.rollout.sampling.max_response_tokens}): every response would be penalised",
-            do=f"set algorithm.overlong.buffer_tokens to about {max(1, longest // 5)}, or 0 for none",
-        )
+        if buffer > longest:
+            found = (
+                f"a response has at most {longest} tokens (rollout.sampling.max_response_tokens="
+                f"{self.rollout.sampling.max_response_tokens}): every response would be penalised"
+            )
+            do = f"set algorithm.overlong.buffer_tokens to about {max(1, longest // 5)}, or 0 for none"
+            raise ConfigError(explain(f"algorithm.overlong.buffer_tokens={buffer}", found, do))
         bounds = AlgorithmConfig.__dataclass_fields__
         require(
             LOSSES[algorithm.loss].scope == "token"
@@ -230,18 +217,14 @@ class Recipe:
         algorithm, asked = self.algorithm, "rollout.agent.train=all_branches with "
         if self.rollout.agent.train != "all_branches":
             return
-        require(
-            ADVANTAGES[algorithm.advantage].scope == "group",
-            asked=f"{asked}algorithm.advantage={algorithm.advantage}",
-            found="it is computed along the tokens of one conversation, and branches have no order",
-            do="set algorithm.advantage to one of a group, such as grpo, or rollout.agent.train=last_branch",
-        )
-        require(
-            self.trainer.router_replay == "off",
-            asked=f"{asked}trainer.router_replay={self.trainer.router_replay}",
-            found="the context that a branch shares with another one would not be replayed",
-            do="set trainer.router_replay=off, or rollout.agent.train=last_branch",
-        )
+        if ADVANTAGES[algorithm.advantage].scope != "group":
+            found = "it is computed along the tokens of one conversation, and branches have no order"
+            do = "set algorithm.advantage to one of a group, such as grpo, or rollout.agent.train=last_branch"
+            raise ConfigError(explain(f"{asked}algorithm.advantage={algorithm.advantage}", found, do))
+        if self.trainer.router_replay != "off":
+            found = "the context that a branch shares with another one would not be replayed"
+            do = "set trainer.router_replay=off, or rollout.agent.train=last_branch"
+            raise ConfigError(explain(f"{asked}trainer.router_replay={self.trainer.router_replay}", found, do))
 
     def _check_pools(self) -> None:
         """Checks that teacher and judge exist exactly if used, and that a teacher sees the trained distribution."""
@@ -251,29 +234,25 @@ class Recipe:
             ("judge", self.judge, "reward.judge.weight", self.reward.judge.weight),
         ):
             check_ranges(f"{key}.", pool)
-            require(
-                bool(weight) == (pool.path is not None),
-                asked=f"{key}.path={pool.path} with {weight_key}={weight:g}",
-                found=f"there is no {key}" if weight else f"nobody asks the {key}",
-                do="set both, or neither",
+            if bool(weight) != (pool.path is not None):
+                found = f"there is no {key}" if weight else f"nobody asks the {key}"
+                do = "set both, or neither"
+                raise ConfigError(explain(f"{key}.path={pool.path} with {weight_key}={weight:g}", found, do))
+        if distillation.coefficient and (sampling.temperature, sampling.top_p, sampling.top_k) != (1, 1, 0):
+            asked = (
+                f"algorithm.distillation with rollout.sampling: temperature={sampling.temperature:g}, "
+                f"top_p={sampling.top_p:g}, top_k={sampling.top_k}"
             )
-        require(
-            not distillation.coefficient or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0),
-            asked=f"algorithm.distillation with rollout.sampling: temperature={sampling.temperature:g}, "
-            f"top_p={sampling.top_p:g}, top_k={sampling.top_k}",
-            found="the teacher's log-probabilities are those at temperature 1 without filters",
-            do="leave temperature, top_p and top_k of rollout.sampling out",
-        )
+            found = "the teacher's log-probabilities are those at temperature 1 without filters"
+            raise ConfigError(explain(asked, found, "leave temperature, top_p and top_k of rollout.sampling out"))
         for key, is_set in (
             ("rollout.sampling.keep_sets", sampling.keep_sets),
             ("algorithm.distillation.top_k", distillation.top_k > 0),
         ):
-            require(
-                not is_set or self.trainer.backend == "fsdp",
-                asked=f"{key} with trainer.backend={self.trainer.backend}",
-                found="only backend fsdp gives the log-probabilities of other tokens than the sampled one",
-                do=f"set trainer.backend=fsdp, or leave {key} out",
-            )
+            if is_set and self.trainer.backend != "fsdp":
+                found = "only backend fsdp gives the log-probabilities of other tokens than the sampled one"
+                do = f"set trainer.backend=fsdp, or leave {key} out"
+                raise ConfigError(explain(f"{key} with trainer.backend={self.trainer.backend}", found, do))
         # The property computes the pools' contexts, which raises if they are too short.
         self.pools  # noqa: B018 - raises ConfigError if a pool cannot take the requests
 
@@ -281,30 +260,24 @@ class Recipe:
         """Checks that something is learned from."""
         reward = self.reward
         own = self.rollout.environment in JUDGES
-        require(
-            not own or reward.names == ("zero",),
-            asked=f"rollout.environment={self.rollout.environment} with reward {', '.join(reward.names)}",
-            found="this environment gives the reward itself: no other would be asked",
-            do="set reward.function=zero",
-        )
+        if own and reward.names != ("zero",):
+            asked = f"rollout.environment={self.rollout.environment} with reward {', '.join(reward.names)}"
+            do = "set reward.function=zero"
+            raise ConfigError(explain(asked, "this environment gives the reward itself: no other would be asked", do))
         is_custom = ":" in self.rollout.environment  # told apart once it is imported: environments.check_environment
         require_taught(self, own or is_custom)
 
     def _check_schedule(self) -> None:
         """Checks that every warm-up ends before the run does."""
         trainer, critic, steps = self.trainer, self.algorithm.critic, self.run.max_steps
-        require(
-            not self.algorithm.needs_critic or critic.warmup_steps < steps,
-            asked=f"algorithm.critic.warmup_steps={critic.warmup_steps} with run.max_steps={steps}",
-            found="the policy would never be trained",
-            do="lower algorithm.critic.warmup_steps, or raise run.max_steps",
-        )
-        require(
-            trainer.schedule == "constant" or trainer.warmup_steps <= steps,
-            asked=f"trainer.schedule={trainer.schedule} with trainer.warmup_steps={trainer.warmup_steps}",
-            found=f"run.max_steps={steps}: the run would end before the learning rate has risen",
-            do="lower trainer.warmup_steps, or raise run.max_steps",
-        )
+        if self.algorithm.needs_critic and critic.warmup_steps >= steps:
+            asked = f"algorithm.critic.warmup_steps={critic.warmup_steps} with run.max_steps={steps}"
+            do = "lower algorithm.critic.warmup_steps, or raise run.max_steps"
+            raise ConfigError(explain(asked, "the policy would never be trained", do))
+        if trainer.schedule != "constant" and trainer.warmup_steps > steps:
+            asked = f"trainer.schedule={trainer.schedule} with trainer.warmup_steps={trainer.warmup_steps}"
+            found = f"run.max_steps={steps}: the run would end before the learning rate has risen"
+            raise ConfigError(explain(asked, found, "lower trainer.warmup_steps, or raise run.max_steps"))
 
     def _check_images(self) -> None:
         """Checks that all that reads prompts reads images."""
@@ -316,30 +289,24 @@ class Recipe:
             "a teacher": self.teacher.path is not None,
         }
         found = next((name for name, is_blind in blind.items() if is_blind), "")
-        require(
-            not found,
-            asked=f"data.image_directory with {found}",
-            found="it reads no images",
-            do="leave it out, or data.image_directory",
-        )
+        if found:
+            do = "leave it out, or data.image_directory"
+            raise ConfigError(explain(f"data.image_directory with {found}", "it reads no images", do))
 
     def _check_weights(self) -> None:
         """Checks that waits for a publish (ranks in a collective, requests at replicas' gates) have longer timeouts
         than the publish, and that the other parts support it."""
         waits_s, transfer_s = self.trainer.collective_timeout_s, self.weights.transfer_timeout_s
-        require(
-            self.trainer.num_ranks == 1 or self.sends_snapshots or waits_s > transfer_s,
-            asked=f"trainer.collective_timeout_s={waits_s:g} with weights.transfer_timeout_s={transfer_s:g}",
-            found="ranks wait in a collective, which gathers the next tensor, while a rank sends",
-            do=f"set trainer.collective_timeout_s above {transfer_s:g}, or lower weights.transfer_timeout_s",
-        )
+        if self.trainer.num_ranks != 1 and not self.sends_snapshots and waits_s <= transfer_s:
+            asked = f"trainer.collective_timeout_s={waits_s:g} with weights.transfer_timeout_s={transfer_s:g}"
+            found = "ranks wait in a collective, which gathers the next tensor, while a rank sends"
+            do = f"set trainer.collective_timeout_s above {transfer_s:g}, or lower weights.transfer_timeout_s"
+            raise ConfigError(explain(asked, found, do))
         gate_s, publish_s = self.rollout.gate_timeout_s, self.weights.publish_timeout_s
-        require(
-            self.empties_queue or gate_s >= publish_s,
-            asked=f"rollout.gate_timeout_s={gate_s:g} with weights.publish_timeout_s={publish_s:g}",
-            found="requests that wait for the end of a publish would fail before it",
-            do=f"set rollout.gate_timeout_s to at least {publish_s:g}, or lower weights.publish_timeout_s",
-        )
+        if not self.empties_queue and gate_s < publish_s:
+            asked = f"rollout.gate_timeout_s={gate_s:g} with weights.publish_timeout_s={publish_s:g}"
+            do = f"set rollout.gate_timeout_s to at least {publish_s:g}, or lower weights.publish_timeout_s"
+            raise ConfigError(explain(asked, "requests that wait for the end of a publish would fail before it", do))
         if self.rollout.settings.gpu_share < 1:
             self._check_shared_gpus()
         if self.rollout.engine == "remote":
@@ -351,34 +318,26 @@ class Recipe:
     def _check_shared_gpus(self) -> None:
         """Checks the requirements of GPUs shared by replicas and trainer ranks."""
         key = f"rollout.{self.rollout.engine}.gpu_share={self.rollout.settings.gpu_share:g}"
-        require(
-            self.weights.transport in ("ipc", "disk"),
-            asked=f"{key} with weights.transport={self.weights.transport}",
-            found="NCCL refuses two processes on one GPU (Duplicate GPU detected)",
-            do="set weights.transport=ipc; with trainer.backend=megatron on several nodes disk",
-        )
-        require(
-            self.trainer.device != "cpu",
-            asked=f"{key} with trainer.device=cpu",
-            found="no trainer rank would take the rest of the GPU",
-            do="leave gpu_share out, or set trainer.device=cuda",
-        )
+        if self.weights.transport not in ("ipc", "disk"):
+            found = "NCCL refuses two processes on one GPU (Duplicate GPU detected)"
+            do = "set weights.transport=ipc; with trainer.backend=megatron on several nodes disk"
+            raise ConfigError(explain(f"{key} with weights.transport={self.weights.transport}", found, do))
+        if self.trainer.device == "cpu":
+            found = "no trainer rank would take the rest of the GPU"
+            do = "leave gpu_share out, or set trainer.device=cuda"
+            raise ConfigError(explain(f"{key} with trainer.device=cpu", found, do))
 
     def _check_delta(self) -> None:
         """Checks the requirements of weights.encoding=delta."""
         weights, rank = self.weights, self.trainer.lora.rank
-        require(
-            weights.verify != "off",
-            asked="weights.encoding=delta with weights.verify=off",
-            found="differences are sent only to replicas whose weights have the trainer's digest",
-            do="set weights.verify to first or always, or weights.encoding=full",
-        )
-        require(
-            rank == 0,
-            asked=f"weights.encoding=delta with trainer.lora.rank={rank}",
-            found="a publish of adapters sends only them, whole: they are small",
-            do="set weights.encoding=full, or trainer.lora.rank=0",
-        )
+        if weights.verify == "off":
+            found = "differences are sent only to replicas whose weights have the trainer's digest"
+            do = "set weights.verify to first or always, or weights.encoding=full"
+            raise ConfigError(explain("weights.encoding=delta with weights.verify=off", found, do))
+        if rank != 0:
+            found = "a publish of adapters sends only them, whole: they are small"
+            do = "set weights.encoding=full, or trainer.lora.rank=0"
+            raise ConfigError(explain(f"weights.encoding=delta with trainer.lora.rank={rank}", found, do))
 
     @property
     def is_colocated(self) -> bool:
@@ -500,13 +459,13 @@ def require_taught(recipe: Recipe, environment_judges: bool) -> None:
     """Raises ConfigError: nothing would be learned."""
     reward = recipe.reward
     others = reward.judge.weight or reward.group.function or recipe.algorithm.distillation.coefficient
-    require(
-        reward.names != ("zero",) or bool(others) or environment_judges,
-        asked=f"reward zero with rollout.environment={recipe.rollout.environment}",
-        found="nothing else teaches: nothing would be learned",
-        do="set reward.group.function, or reward.judge and judge.path, or choose another reward; an environment of "
-        "your own that gives the reward says `judges = True`",
-    )
+    if reward.names == ("zero",) and not others and not environment_judges:
+        found = "nothing else teaches: nothing would be learned"
+        do = (
+            "set reward.group.function, or reward.judge and judge.path, or choose another reward; an environment of "
+            "your own that gives the reward says `judges = True`"
+        )
+        raise ConfigError(explain(f"reward zero with rollout.environment={recipe.rollout.environment}", found, do))
 
 
 def trains_branches(recipe: Recipe) -> bool:

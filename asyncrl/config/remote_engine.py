@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import require, section
+from asyncrl.config.checks import section
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.config.weights import WeightsConfig
+from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import Positive, PositiveInt
 
 
@@ -44,19 +45,15 @@ class RemoteEngineConfig:
 
     def __post_init__(self) -> None:
         for url in self.urls:
-            require(
-                _is_address(url),
-                asked=f"rollout.remote.urls: {_without_secrets(url)}",
-                found="no address of a server, or one with a user, a query or a fragment",
-                do="write http://HOST:PORT or https://HOST[:PORT][/PATH]; a key goes into rollout.remote.api_key_env",
-            )
+            if not _is_address(url):
+                found = "no address of a server, or one with a user, a query or a fragment"
+                do = "write http://HOST:PORT or https://HOST[:PORT][/PATH]; a key goes into rollout.remote.api_key_env"
+                raise ConfigError(explain(f"rollout.remote.urls: {_without_secrets(url)}", found, do))
         twice = sorted({url for url in self.urls if self.urls.count(url) > 1})
-        require(
-            not twice,
-            asked=f"rollout.remote.urls: {twice[0] if twice else ''} twice",
-            found="a server is one replica: a second one would change its weights in the middle of a publish",
-            do="name each server once",
-        )
+        if twice:
+            found = "a server is one replica: a second one would change its weights in the middle of a publish"
+            do = "name each server once"
+            raise ConfigError(explain(f"rollout.remote.urls: {twice[0]} twice", found, do))
 
     @property
     def context_tokens(self) -> int:
@@ -84,18 +81,14 @@ def require_takes_publishes(
 ) -> None:
     """Raises ConfigError: servers cannot take the publishes of the run in the way that was chosen, or the start of a
     replica would end before its wait for the server."""
-    require(
-        remote.wait_s <= start_timeout_s,
-        asked=f"rollout.remote.wait_s={remote.wait_s:g}",
-        found=f"a start of a replica ends after ray.start_timeout_s={start_timeout_s:g}, whatever it waits for",
-        do=f"set rollout.remote.wait_s to at most {start_timeout_s:g}, or raise the other",
-    )
-    require(
-        trainer.lora.rank == 0,
-        asked=f"rollout.engine=remote with trainer.lora.rank={trainer.lora.rank}",
-        found="adapters are merged into the weights that a server was started with, and nobody compares these",
-        do="set trainer.lora.rank=0, or start the replicas yourself (rollout.engine=vllm)",
-    )
+    if remote.wait_s > start_timeout_s:
+        found = f"a start of a replica ends after ray.start_timeout_s={start_timeout_s:g}, whatever it waits for"
+        do = f"set rollout.remote.wait_s to at most {start_timeout_s:g}, or raise the other"
+        raise ConfigError(explain(f"rollout.remote.wait_s={remote.wait_s:g}", found, do))
+    if trainer.lora.rank != 0:
+        found = "adapters are merged into the weights that a server was started with, and nobody compares these"
+        do = "set trainer.lora.rank=0, or start the replicas yourself (rollout.engine=vllm)"
+        raise ConfigError(explain(f"rollout.engine=remote with trainer.lora.rank={trainer.lora.rank}", found, do))
     native = (
         ("weights.transport", weights.transport, "collective", "vLLM's own sender broadcasts over NCCL"),
         ("weights.encoding", weights.encoding, "full", "vLLM's backend nccl takes whole weights, no differences"),
@@ -111,12 +104,9 @@ def require_takes_publishes(
         ("weights.encoding", weights.encoding, "full", f"{own} of whole weights, no differences"),
     )
     for key, here, needed, found in {"native": native, "reload": reload}.get(remote.weights, ()):
-        require(
-            here == needed,
-            asked=f"rollout.remote.weights={remote.weights} with {key}={here}",
-            found=found,
-            do=f"set {key}={needed}, or rollout.remote.weights=extension",
-        )
+        if here != needed:
+            do = f"set {key}={needed}, or rollout.remote.weights=extension"
+            raise ConfigError(explain(f"rollout.remote.weights={remote.weights} with {key}={here}", found, do))
 
 
 def _is_address(url: str) -> bool:

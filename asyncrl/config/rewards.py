@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from asyncrl.config.checks import require, require_one_group, require_url, section
+from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
 _END_S = 3.0
@@ -75,12 +76,9 @@ class GroupRewardConfig:
     of being better than an average response, by strengths fitted to the comparisons."""
 
     def __post_init__(self) -> None:
-        require(
-            math.isfinite(self.weight) and self.weight != 0,
-            asked=f"reward.group.weight={self.weight}",
-            found="it would add nothing",
-            do="give it a number other than 0, or leave reward.group.function out",
-        )
+        if not (math.isfinite(self.weight) and self.weight != 0):
+            do = "give it a number other than 0, or leave reward.group.function out"
+            raise ConfigError(explain(f"reward.group.weight={self.weight}", "it would add nothing", do))
 
 
 @section("reward.judge.")
@@ -114,34 +112,24 @@ class JudgeConfig:
 
     def __post_init__(self) -> None:
         asked = f"reward.judge with read={self.read}"
-        require(
-            math.isfinite(self.weight) and all(math.isfinite(worth) for worth in self.answers.values()),
-            asked=f"reward.judge.weight={self.weight} and answers={dict(self.answers)}",
-            found="not all of them are finite numbers",
-            do="give them numbers",
-        )
-        require(
-            self.read == "text" or len(self.answers) != 1,
-            asked=f"{asked} and answers={dict(self.answers)}",
-            found="the judge has nothing to choose from",
-            do="name two answers or more, such as {yes: 1, no: 0}",
-        )
-        require(
-            all(self.answers) and all(0 <= worth <= 1 for worth in self.answers.values() if self.pairwise),
-            asked=f"{asked}, pairwise={self.pairwise} and answers={dict(self.answers)}",
-            found="an empty answer, or the worth of a comparison outside of 0 to 1",
-            do="name each answer, and give a comparison a worth from 0 (second is better) to 1 (first is better)",
-        )
+        if not (math.isfinite(self.weight) and all(math.isfinite(worth) for worth in self.answers.values())):
+            asked = f"reward.judge.weight={self.weight} and answers={dict(self.answers)}"
+            raise ConfigError(explain(asked, "not all of them are finite numbers", "give them numbers"))
+        if self.read != "text" and len(self.answers) == 1:
+            found = "the judge has nothing to choose from"
+            do = "name two answers or more, such as {yes: 1, no: 0}"
+            raise ConfigError(explain(f"{asked} and answers={dict(self.answers)}", found, do))
+        if not (all(self.answers) and all(0 <= worth <= 1 for worth in self.answers.values() if self.pairwise)):
+            found = "an empty answer, or the worth of a comparison outside of 0 to 1"
+            do = "name each answer, and give a comparison a worth from 0 (second is better) to 1 (first is better)"
+            raise ConfigError(explain(f"{asked}, pairwise={self.pairwise} and answers={dict(self.answers)}", found, do))
         if self.read == "text":
             require_one_group("reward.judge.pattern", self.pattern)
         places = ("{first}", "{second}") if self.pairwise else ("{response}",)
         missing = [place for place in places if place not in self.prompt]
-        require(
-            self.weight == 0 or not missing,
-            asked=f"reward.judge.prompt with pairwise={self.pairwise}".lower(),
-            found=f"it has no {' and no '.join(missing)}",
-            do="write these into it",
-        )
+        if self.weight != 0 and missing:
+            asked = f"reward.judge.prompt with pairwise={self.pairwise}".lower()
+            raise ConfigError(explain(asked, f"it has no {' and no '.join(missing)}", "write these into it"))
 
     @property
     def worths(self) -> dict[str, float]:
@@ -180,30 +168,21 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         for name, weight in self.parts.items():
-            require(
-                math.isfinite(weight),
-                asked=f"reward.parts.{name}={weight}",
-                found="no finite weight",
-                do="give it a number",
-            )
-        require(
-            not self.parts or any(self.parts.values()),
-            asked=f"reward.parts={dict(self.parts)}",
-            found="every weight is 0: nothing is rewarded",
-            do="give one of them another weight",
-        )
+            if not math.isfinite(weight):
+                raise ConfigError(explain(f"reward.parts.{name}={weight}", "no finite weight", "give it a number"))
+        if self.parts and not any(self.parts.values()):
+            do = "give one of them another weight"
+            raise ConfigError(explain(f"reward.parts={dict(self.parts)}", "every weight is 0: nothing is rewarded", do))
         used = self.names
         for name, key, value in (
             ("remote", "reward.remote.url", self.remote.url),
             ("regex", "reward.pattern", self.pattern),
         ):
             require(name not in used or bool(value), asked=f"reward {name}", found=f"{key} is not set", do=f"set {key}")
-        require(
-            "code" not in used or self.code.timeout_s + _END_S <= self.timeout_s,
-            asked=f"reward.code.timeout_s={self.code.timeout_s}",
-            found=f"reward.timeout_s={self.timeout_s}: a slow program would fail the attempt in place of getting 0",
-            do=f"make reward.timeout_s at least {_END_S:g} s longer",
-        )
+        if "code" in used and self.code.timeout_s + _END_S > self.timeout_s:
+            found = f"reward.timeout_s={self.timeout_s}: a slow program would fail the attempt in place of getting 0"
+            do = f"make reward.timeout_s at least {_END_S:g} s longer"
+            raise ConfigError(explain(f"reward.code.timeout_s={self.code.timeout_s}", found, do))
 
     @property
     def asked(self) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from asyncrl.config.checks import require, require_device, require_stop_text, require_temperature, section
+from asyncrl.config.checks import require_device, require_stop_text, require_temperature, section
 from asyncrl.config.environments import (
     AgentConfig,
     GymnasiumConfig,
@@ -18,6 +18,7 @@ from asyncrl.config.environments import (
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.serving import ServeSection
 from asyncrl.config.trainer import TrainerConfig
+from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import NonNegativeInt, Positive, PositiveInt, PositiveShare, Share
 
 
@@ -44,12 +45,11 @@ class SamplingConfig:
         for text in self.stop:
             require_stop_text("rollout.sampling.stop", text)
         require_temperature("rollout.sampling.temperature", self.temperature)
-        require(
-            not self.keep_sets or (self.top_k > 0 and self.temperature > 0),
-            asked=f"rollout.sampling.keep_sets=true with top_k={self.top_k}, temperature={self.temperature:g}",
-            found="without top_k nothing bounds the set of a token, and a greedy token has none",
-            do="set top_k (64 to 256 keep nearly all that top_p keeps) and a temperature above 0, or keep_sets=false",
-        )
+        if self.keep_sets and (self.top_k <= 0 or self.temperature <= 0):
+            asked = f"rollout.sampling.keep_sets=true with top_k={self.top_k}, temperature={self.temperature:g}"
+            found = "without top_k nothing bounds the set of a token, and a greedy token has none"
+            do = "set top_k (64 to 256 keep nearly all that top_p keeps) and a temperature above 0, or keep_sets=false"
+            raise ConfigError(explain(asked, found, do))
 
 
 Quantization = Literal[
@@ -65,24 +65,18 @@ def _check_gpu_share(section: str, config: VllmEngineConfig | SglangEngineConfig
     share, memory = config.gpu_share, getattr(config, memory_key)
     if share == 1:
         return
-    require(
-        0.05 <= share <= 0.95,
-        asked=f"{section}.gpu_share={share:g}",
-        found="a trainer rank takes the rest of the GPU, and neither part works with less than a twentieth",
-        do=f"set {section}.gpu_share between 0.05 and 0.95, or to 1 for a GPU of its own",
-    )
-    require(
-        config.tensor_parallel_size == 1,
-        asked=f"{section}.gpu_share={share:g} with {section}.tensor_parallel_size={config.tensor_parallel_size}",
-        found="a replica shares one GPU only",
-        do=f"set {section}.tensor_parallel_size=1, or {section}.gpu_share=1",
-    )
-    require(
-        memory is None or memory <= share,
-        asked=f"{section}.{memory_key}={memory} with {section}.gpu_share={share:g}",
-        found="the replica would take memory of the trainer rank on its GPU",
-        do=f"set {section}.{memory_key} to {share:g} or less, or leave it out",
-    )
+    if not 0.05 <= share <= 0.95:
+        found = "a trainer rank takes the rest of the GPU, and neither part works with less than a twentieth"
+        do = f"set {section}.gpu_share between 0.05 and 0.95, or to 1 for a GPU of its own"
+        raise ConfigError(explain(f"{section}.gpu_share={share:g}", found, do))
+    if config.tensor_parallel_size != 1:
+        asked = f"{section}.gpu_share={share:g} with {section}.tensor_parallel_size={config.tensor_parallel_size}"
+        do = f"set {section}.tensor_parallel_size=1, or {section}.gpu_share=1"
+        raise ConfigError(explain(asked, "a replica shares one GPU only", do))
+    if memory is not None and memory > share:
+        found = "the replica would take memory of the trainer rank on its GPU"
+        do = f"set {section}.{memory_key} to {share:g} or less, or leave it out"
+        raise ConfigError(explain(f"{section}.{memory_key}={memory} with {section}.gpu_share={share:g}", found, do))
 
 
 @section("rollout.torch.")
@@ -185,23 +179,21 @@ class VllmEngineConfig:
     def __post_init__(self) -> None:
         _check_gpu_share("rollout.vllm", self, "gpu_memory_utilization")
         own = sorted(n for n in self.engine_args if n in OWN_ENGINE_ARGS or n.startswith(("data_parallel", "spec")))
-        require(
-            not own,
-            asked=f"rollout.vllm.engine_args.{own[0]}" if own else "",
-            found="asyncrl sets this argument of vLLM itself, or does not work with it",
-            do="remove it; tensor_parallel_size, max_model_len and the others that matter are keys of rollout.vllm; "
-            "engines with data parallelism, or on several nodes, are servers of rollout.engine=remote",
-        )
+        if own:
+            found = "asyncrl sets this argument of vLLM itself, or does not work with it"
+            do = (
+                "remove it; tensor_parallel_size, max_model_len and the others that matter are keys of rollout.vllm; "
+                "engines with data parallelism, or on several nodes, are servers of rollout.engine=remote"
+            )
+            raise ConfigError(explain(f"rollout.vllm.engine_args.{own[0]}", found, do))
 
     def check_dtype(self, dtype: str, *, key: str, dtype_key: str) -> None:
         """Raises ConfigError: weights of this dtype cannot be quantised. `key`: of this section; `dtype_key`: of the
         dtype."""
-        require(
-            self.quantization is None or dtype != "float32",
-            asked=f"{key}.quantization={self.quantization} with {dtype_key}=float32",
-            found="vLLM quantises 16 bits only",
-            do=f"set {dtype_key}=bfloat16, or leave the quantisation out",
-        )
+        if self.quantization is not None and dtype == "float32":
+            found = "vLLM quantises 16 bits only"
+            do = f"set {dtype_key}=bfloat16, or leave the quantisation out"
+            raise ConfigError(explain(f"{key}.quantization={self.quantization} with {dtype_key}=float32", found, do))
 
     @property
     def context_tokens(self) -> int:
@@ -275,12 +267,10 @@ class SglangEngineConfig:
     def __post_init__(self) -> None:
         _check_gpu_share("rollout.sglang", self, "mem_fraction_static")
         own = sorted(name for name in self.server_args if name in OWN_SERVER_ARGS or name.startswith("speculative"))
-        require(
-            not own,
-            asked=f"rollout.sglang.server_args.{own[0]}" if own else "",
-            found="asyncrl sets this argument of SGLang itself, or does not work with it",
-            do="remove it; tp_size, context_length and the others that matter are keys of rollout.sglang",
-        )
+        if own:
+            found = "asyncrl sets this argument of SGLang itself, or does not work with it"
+            do = "remove it; tp_size, context_length and the others that matter are keys of rollout.sglang"
+            raise ConfigError(explain(f"rollout.sglang.server_args.{own[0]}", found, do))
 
     @property
     def context_tokens(self) -> int:
@@ -382,57 +372,44 @@ class RolloutConfig:
         if self.environment == "interleaved_tool_use":
             self.interleaved_tool_use.require_apart(self.sampling.stop)
         servers = len(self.remote.urls)
-        require(
-            self.engine != "remote" or servers == self.num_replicas,
-            asked=f"rollout.engine=remote with rollout.num_replicas={self.num_replicas}",
-            found=f"rollout.remote.urls names {servers} server(s), and each is one replica",
-            do=f"set rollout.num_replicas={servers}" if servers else "set rollout.remote.urls=[http://HOST:PORT]",
-        )
-        require(
-            self.engine != "sglang" or self.interrupt != "keep" or self.sglang.stream_interval == 1,
-            asked=f"rollout.interrupt=keep with rollout.sglang.stream_interval={self.sglang.stream_interval}",
-            found="tokens that SGLang has not streamed when a publish comes could not be told from later ones",
-            do="set rollout.sglang.stream_interval=1, or rollout.interrupt=abort_resume",
-        )
-        require(
-            self.num_rollouters == 1 or not self.agent.port,
-            asked=f"rollout.agent.port={self.agent.port} with rollout.num_rollouters={self.num_rollouters}",
-            found="rollouters of one machine cannot share a port",
-            do="leave rollout.agent.port out",
-        )
-        require(
-            self.num_rollouters == 1 or not self.agent.advertise or "{port}" in self.agent.advertise,
-            asked=f"rollout.agent.advertise={self.agent.advertise} with rollout.num_rollouters={self.num_rollouters}",
-            found="each rollouter has an endpoint of its own, and knows only the keys of its trajectories",
-            do="write {host} and {port} in it",
-        )
-        require(
-            self.trajectory_timeout_s >= self.request_timeout_s,
-            asked=f"rollout.trajectory_timeout_s={self.trajectory_timeout_s:g}",
-            found=f"one response of a trajectory alone may take rollout.request_timeout_s={self.request_timeout_s:g}",
-            do=f"set rollout.trajectory_timeout_s to at least {self.request_timeout_s:g}, or lower the other",
-        )
+        if self.engine == "remote" and servers != self.num_replicas:
+            asked = f"rollout.engine=remote with rollout.num_replicas={self.num_replicas}"
+            found = f"rollout.remote.urls names {servers} server(s), and each is one replica"
+            do = f"set rollout.num_replicas={servers}" if servers else "set rollout.remote.urls=[http://HOST:PORT]"
+            raise ConfigError(explain(asked, found, do))
+        if self.engine == "sglang" and self.interrupt == "keep" and self.sglang.stream_interval != 1:
+            asked = f"rollout.interrupt=keep with rollout.sglang.stream_interval={self.sglang.stream_interval}"
+            found = "tokens that SGLang has not streamed when a publish comes could not be told from later ones"
+            do = "set rollout.sglang.stream_interval=1, or rollout.interrupt=abort_resume"
+            raise ConfigError(explain(asked, found, do))
+        if self.num_rollouters != 1 and self.agent.port:
+            asked = f"rollout.agent.port={self.agent.port} with rollout.num_rollouters={self.num_rollouters}"
+            do = "leave rollout.agent.port out"
+            raise ConfigError(explain(asked, "rollouters of one machine cannot share a port", do))
+        if self.num_rollouters != 1 and self.agent.advertise and "{port}" not in self.agent.advertise:
+            asked = f"rollout.agent.advertise={self.agent.advertise} with rollout.num_rollouters={self.num_rollouters}"
+            found = "each rollouter has an endpoint of its own, and knows only the keys of its trajectories"
+            raise ConfigError(explain(asked, found, "write {host} and {port} in it"))
+        if self.trajectory_timeout_s < self.request_timeout_s:
+            found = f"one response of a trajectory alone may take rollout.request_timeout_s={self.request_timeout_s:g}"
+            do = f"set rollout.trajectory_timeout_s to at least {self.request_timeout_s:g}, or lower the other"
+            raise ConfigError(explain(f"rollout.trajectory_timeout_s={self.trajectory_timeout_s:g}", found, do))
 
-        require(
-            self.start_quorum <= self.num_replicas,
-            asked=f"rollout.min_replicas={self.min_replicas} of rollout.num_replicas={self.num_replicas}",
-            found="no start could reach that",
-            do=f"set rollout.min_replicas to at most {self.num_replicas}, or leave it out",
-        )
+        if self.start_quorum > self.num_replicas:
+            asked = f"rollout.min_replicas={self.min_replicas} of rollout.num_replicas={self.num_replicas}"
+            do = f"set rollout.min_replicas to at most {self.num_replicas}, or leave it out"
+            raise ConfigError(explain(asked, "no start could reach that", do))
 
-        require(
-            self.max_replicas is None or self.max_replicas >= self.num_replicas,
-            asked=f"rollout.max_replicas={self.max_replicas} with rollout.num_replicas={self.num_replicas}",
-            found="the places of rollout.num_replicas replicas are reserved for the whole run",
-            do=f"raise rollout.max_replicas to {self.num_replicas} or more, or lower rollout.num_replicas",
-        )
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            asked = f"rollout.max_replicas={self.max_replicas} with rollout.num_replicas={self.num_replicas}"
+            found = "the places of rollout.num_replicas replicas are reserved for the whole run"
+            do = f"raise rollout.max_replicas to {self.num_replicas} or more, or lower rollout.num_replicas"
+            raise ConfigError(explain(asked, found, do))
 
-        require(
-            self.max_replicas in (None, self.num_replicas) or self.engine != "remote",
-            asked=f"rollout.max_replicas={self.max_replicas} with rollout.engine=remote",
-            found=f"rollout.remote.urls names the {self.num_replicas} servers that are replicas; no other can join",
-            do="leave rollout.max_replicas out",
-        )
+        if self.max_replicas not in (None, self.num_replicas) and self.engine == "remote":
+            asked = f"rollout.max_replicas={self.max_replicas} with rollout.engine=remote"
+            found = f"rollout.remote.urls names the {self.num_replicas} servers that are replicas; no other can join"
+            raise ConfigError(explain(asked, found, "leave rollout.max_replicas out"))
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -491,12 +468,10 @@ def with_experts(rollout: RolloutConfig) -> RolloutConfig:
     Raises ConfigError: the settings contradict that.
     """
     if rollout.engine == "vllm":
-        require(
-            rollout.vllm.enable_prefix_caching,
-            asked="trainer.router_replay=rollout with rollout.vllm.enable_prefix_caching=false",
-            found="vLLM keeps the experts of tokens with the blocks of its prefix cache",
-            do="set rollout.vllm.enable_prefix_caching=true",
-        )
+        if not rollout.vllm.enable_prefix_caching:
+            asked = "trainer.router_replay=rollout with rollout.vllm.enable_prefix_caching=false"
+            found = "vLLM keeps the experts of tokens with the blocks of its prefix cache"
+            raise ConfigError(explain(asked, found, "set rollout.vllm.enable_prefix_caching=true"))
         return replace(rollout, vllm=replace(rollout.vllm, record_experts=True))
     if rollout.engine == "sglang":
         # Otherwise SGLang would recompute the tokens before a publish and report the experts of the new weights.

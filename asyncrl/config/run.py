@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from asyncrl.config.checks import require, require_temperature, section
+from asyncrl.config.checks import require_temperature, section
+from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, PositiveShare
 
 
@@ -24,12 +25,9 @@ class RunSection:
     """Longest time that an interrupted run waits for the step in progress before it abandons that step."""
 
     def __post_init__(self) -> None:
-        require(
-            self.name is None or re.fullmatch(r"(?!\.)[^/\\\x00-\x1f]{1,60}", self.name) is not None,
-            asked=f"run.name={self.name!r}",
-            found="no name that a directory below runs/ can have",
-            do="use letters, digits, - and _; a place elsewhere is run.dir",
-        )
+        if self.name is not None and re.fullmatch(r"(?!\.)[^/\\\x00-\x1f]{1,60}", self.name) is None:
+            do = "use letters, digits, - and _; a place elsewhere is run.dir"
+            raise ConfigError(explain(f"run.name={self.name!r}", "no name that a directory below runs/ can have", do))
 
 
 @section("ray.")
@@ -54,12 +52,10 @@ class RayConfig:
 
     def __post_init__(self) -> None:
         for name in self.env:
-            require(
-                re.fullmatch(r"(?!ASYNCRL_|RAY_)[A-Za-z_][A-Za-z0-9_]*", name) is not None,
-                asked=f"ray.env.{name}",
-                found="no name of an environment variable, or one that asyncrl or Ray sets for each process",
-                do="remove it; what Ray reads is set where the cluster is started",
-            )
+            if re.fullmatch(r"(?!ASYNCRL_|RAY_)[A-Za-z_][A-Za-z0-9_]*", name) is None:
+                found = "no name of an environment variable, or one that asyncrl or Ray sets for each process"
+                do = "remove it; what Ray reads is set where the cluster is started"
+                raise ConfigError(explain(f"ray.env.{name}", found, do))
 
 
 @section("batch.")
@@ -74,12 +70,10 @@ class BatchConfig:
     """Passes of a step over its groups."""
 
     def __post_init__(self) -> None:
-        require(
-            1 <= self.num_minibatches <= self.groups_per_step,
-            asked=f"batch.num_minibatches={self.num_minibatches} of batch.groups_per_step={self.groups_per_step}",
-            found="every update needs a group",
-            do="set batch.num_minibatches between 1 and batch.groups_per_step",
-        )
+        if not 1 <= self.num_minibatches <= self.groups_per_step:
+            asked = f"batch.num_minibatches={self.num_minibatches} of batch.groups_per_step={self.groups_per_step}"
+            do = "set batch.num_minibatches between 1 and batch.groups_per_step"
+            raise ConfigError(explain(asked, "every update needs a group", do))
 
     @property
     def num_trajectories(self) -> int:
@@ -123,12 +117,9 @@ class ObservabilityConfig:
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.sinks) - set(SINKS))
-        require(
-            not unknown,
-            asked=f"observability.sinks={list(self.sinks)}",
-            found=f"unknown sinks {unknown}; metrics.jsonl is always written",
-            do=f"choose from {list(SINKS)}",
-        )
+        if unknown:
+            found = f"unknown sinks {unknown}; metrics.jsonl is always written"
+            raise ConfigError(explain(f"observability.sinks={list(self.sinks)}", found, f"choose from {list(SINKS)}"))
 
 
 LEAST_REPLICA_RESTARTS = 3
@@ -183,18 +174,12 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         require_temperature("eval.temperature", self.temperature)
-        require(
-            all(1 <= k <= self.samples for k in self.pass_at),
-            asked=f"eval.pass_at={self.pass_at} with eval.samples={self.samples}",
-            found="pass@k needs at least k responses",
-            do="raise eval.samples",
-        )
-        require(
-            self.samples == 1 or self.temperature > 0,
-            asked=f"eval.samples={self.samples} with eval.temperature=0",
-            found="greedy responses are all alike",
-            do="set eval.temperature above 0",
-        )
+        if not all(1 <= k <= self.samples for k in self.pass_at):
+            asked = f"eval.pass_at={self.pass_at} with eval.samples={self.samples}"
+            raise ConfigError(explain(asked, "pass@k needs at least k responses", "raise eval.samples"))
+        if self.samples != 1 and self.temperature <= 0:
+            asked = f"eval.samples={self.samples} with eval.temperature=0"
+            raise ConfigError(explain(asked, "greedy responses are all alike", "set eval.temperature above 0"))
 
 
 @section("staleness.guard_rules.")

@@ -5,7 +5,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Lt
 
-from asyncrl.config.checks import require, section
+from asyncrl.config.checks import section
+from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import Positive, PositiveInt, PositiveShare
 
 
@@ -32,22 +33,16 @@ class ServeSection:
     """Clients' requests answered or waiting at the same time; more get status 429."""
 
     def __post_init__(self) -> None:
-        require(
-            self.wait_timeout_s <= self.request_timeout_s,
-            asked=f"rollout.serve.wait_timeout_s={self.wait_timeout_s:g}",
-            found=f"a request may take rollout.serve.request_timeout_s={self.request_timeout_s:g} in all",
-            do=f"set rollout.serve.wait_timeout_s to at most {self.request_timeout_s:g}, or raise the other",
-        )
+        if self.wait_timeout_s > self.request_timeout_s:
+            found = f"a request may take rollout.serve.request_timeout_s={self.request_timeout_s:g} in all"
+            do = f"set rollout.serve.wait_timeout_s to at most {self.request_timeout_s:g}, or raise the other"
+            raise ConfigError(explain(f"rollout.serve.wait_timeout_s={self.wait_timeout_s:g}", found, do))
 
 
 def check_key(key: str | None, *, asked: str, do: str) -> None:
     """Raises ConfigError naming `asked`: no client could send this key. None: no key."""
-    require(
-        key is None or (key.isascii() and key.strip() == key != ""),
-        asked=asked,
-        found="the key is empty, not ASCII, or has blanks around it",
-        do=do,
-    )
+    if key is not None and not (key.isascii() and key.strip() == key != ""):
+        raise ConfigError(explain(asked, "the key is empty, not ASCII, or has blanks around it", do))
 
 
 @section("--")

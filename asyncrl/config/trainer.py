@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeVar
 from annotated_types import Ge, Lt
 
 from asyncrl.config.checks import require, require_device, section
+from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
 
 
@@ -78,12 +79,10 @@ class MegatronConfig:
         return self.tensor_parallel if self.expert_tensor_parallel is None else self.expert_tensor_parallel
 
     def __post_init__(self) -> None:
-        require(
-            self.chunks_per_stage == 1 or self.pipeline_parallel > 1,
-            asked=f"trainer.megatron.chunks_per_stage={self.chunks_per_stage}",
-            found="trainer.megatron.pipeline_parallel=1: there are no other stages to interleave with",
-            do="set chunks_per_stage to 1, or pipeline_parallel to 2 or more",
-        )
+        if self.chunks_per_stage != 1 and self.pipeline_parallel <= 1:
+            found = "trainer.megatron.pipeline_parallel=1: there are no other stages to interleave with"
+            do = "set chunks_per_stage to 1, or pipeline_parallel to 2 or more"
+            raise ConfigError(explain(f"trainer.megatron.chunks_per_stage={self.chunks_per_stage}", found, do))
 
 
 @section("trainer.lora.")
@@ -99,12 +98,9 @@ class LoraConfig:
     experts of a mixture and their router are not linear layers and get none."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.target_modules),
-            asked="trainer.lora.target_modules=[]",
-            found="no module would get an adapter",
-            do="name some, or all-linear",
-        )
+        if not self.target_modules:
+            do = "name some, or all-linear"
+            raise ConfigError(explain("trainer.lora.target_modules=[]", "no module would get an adapter", do))
 
 
 @section("trainer.")
@@ -190,41 +186,30 @@ class TrainerConfig:
             self._check_megatron()
         else:
             self._check_context()
-        require(
-            self.num_ranks % self.shard_ranks == 0,
-            asked=f"trainer.fsdp.shard_ranks={self.fsdp.shard_ranks}",
-            found=f"it does not divide trainer.num_ranks={self.num_ranks}",
-            do="set it to the number of ranks of a node, or leave it out",
-        )
+        if self.num_ranks % self.shard_ranks != 0:
+            found = f"it does not divide trainer.num_ranks={self.num_ranks}"
+            do = "set it to the number of ranks of a node, or leave it out"
+            raise ConfigError(explain(f"trainer.fsdp.shard_ranks={self.fsdp.shard_ranks}", found, do))
         require_device("trainer.device", self.device)
-        require(
-            self.decay_steps is None or self.decay_steps > self.warmup_steps,
-            asked=f"trainer.decay_steps={self.decay_steps} with trainer.warmup_steps={self.warmup_steps}",
-            found="the learning rate would end before it has risen",
-            do="set trainer.decay_steps above trainer.warmup_steps",
-        )
-        require(
-            self.decay_steps is None or self.schedule != "constant",
-            asked=f"trainer.decay_steps={self.decay_steps} with trainer.schedule=constant",
-            found="a constant learning rate does not fall",
-            do="set trainer.schedule=linear or cosine, or leave trainer.decay_steps out",
-        )
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            asked = f"trainer.decay_steps={self.decay_steps} with trainer.warmup_steps={self.warmup_steps}"
+            do = "set trainer.decay_steps above trainer.warmup_steps"
+            raise ConfigError(explain(asked, "the learning rate would end before it has risen", do))
+        if self.decay_steps is not None and self.schedule == "constant":
+            asked = f"trainer.decay_steps={self.decay_steps} with trainer.schedule=constant"
+            do = "set trainer.schedule=linear or cosine, or leave trainer.decay_steps out"
+            raise ConfigError(explain(asked, "a constant learning rate does not fall", do))
 
     def _check_context(self) -> None:
         """Checks independent of the model; `trainer/fsdp/supports.py` checks the heads."""
         ranks, asked = self.fsdp.context_parallel, f"trainer.fsdp.context_parallel={self.fsdp.context_parallel}"
-        require(
-            self.num_ranks % ranks == 0,
-            asked=asked,
-            found=f"it does not divide trainer.num_ranks={self.num_ranks}",
-            do=f"set trainer.num_ranks to a multiple of {ranks}, or context_parallel to a divisor of it",
-        )
-        require(
-            ranks == 1 or self.fsdp.attention != "flash_attention_2",
-            asked=f"{asked} with trainer.fsdp.attention=flash_attention_2",
-            found="that attention does not exchange tokens for heads",
-            do="leave trainer.fsdp.attention out, or set it to packed_sdpa or varlen",
-        )
+        if self.num_ranks % ranks != 0:
+            do = f"set trainer.num_ranks to a multiple of {ranks}, or context_parallel to a divisor of it"
+            raise ConfigError(explain(asked, f"it does not divide trainer.num_ranks={self.num_ranks}", do))
+        if ranks != 1 and self.fsdp.attention == "flash_attention_2":
+            found = "that attention does not exchange tokens for heads"
+            do = "leave trainer.fsdp.attention out, or set it to packed_sdpa or varlen"
+            raise ConfigError(explain(f"{asked} with trainer.fsdp.attention=flash_attention_2", found, do))
 
     def _check_megatron(self) -> None:
         """Checks independent of the model; `trainer/megatron/supports.py` does the rest."""
@@ -239,12 +224,10 @@ class TrainerConfig:
             (f"trainer.fsdp.head_dtype={dtype}", dtype != "param", other, leave),
         ):
             require(not is_set, asked=f"{key} with trainer.backend=megatron", found=found, do=do)
-        require(
-            self.megatron.layers == "local" or self.device == "auto" or self.device.startswith("cuda"),
-            asked=f"trainer.megatron.layers=transformer_engine with trainer.device={self.device}",
-            found="TransformerEngine computes on CUDA devices only",
-            do="set trainer.megatron.layers=local, or trainer.device=cuda",
-        )
+        if self.megatron.layers != "local" and self.device != "auto" and not self.device.startswith("cuda"):
+            asked = f"trainer.megatron.layers=transformer_engine with trainer.device={self.device}"
+            do = "set trainer.megatron.layers=local, or trainer.device=cuda"
+            raise ConfigError(explain(asked, "TransformerEngine computes on CUDA devices only", do))
         megatron, ranks = self.megatron, self.num_ranks
         of_model = self.layout.num_ranks // self.layout.num_plans
         of_experts = megatron.expert_parallel * megatron.experts_split_by * megatron.pipeline_parallel
@@ -276,13 +259,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         copy = self.tensor * self.context * self.pipeline
-        require(
-            min(self.tensor, self.context, self.pipeline) >= 1 and self.num_ranks % copy == 0,
-            asked=f"trainer.num_ranks={self.num_ranks}",
-            found=f"a copy of the model takes {copy} ranks: tensor {self.tensor} x context {self.context} x pipeline "
-            f"{self.pipeline}",
-            do=f"set trainer.num_ranks to a multiple of {copy}",
-        )
+        if min(self.tensor, self.context, self.pipeline) < 1 or self.num_ranks % copy != 0:
+            found = (
+                f"a copy of the model takes {copy} ranks: tensor {self.tensor} x context {self.context} x pipeline "
+                f"{self.pipeline}"
+            )
+            do = f"set trainer.num_ranks to a multiple of {copy}"
+            raise ConfigError(explain(f"trainer.num_ranks={self.num_ranks}", found, do))
 
     @property
     def num_plans(self) -> int:

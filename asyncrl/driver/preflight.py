@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from asyncrl.chat.server import bind, is_local
-from asyncrl.config.checks import has_nvidia_gpu, require
+from asyncrl.config.checks import has_nvidia_gpu
 from asyncrl.config.load import Loaded
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.paths import is_generator, is_hub_model, is_place, require_mounted
@@ -46,6 +46,7 @@ from asyncrl.driver.memory_plan import (
     with_fitting_share,
 )
 from asyncrl.environments import check_environment, prompt_tools
+from asyncrl.errors import ConfigError, explain
 from asyncrl.inference import engines
 from asyncrl.inference.external_places import ExternalLimits
 from asyncrl.rewards import build_reward, check_rows
@@ -181,12 +182,10 @@ def check_server(serve: ServeSection, key: str | None) -> None:
         return
     check_key(key, asked="ASYNCRL_API_KEY", do="choose a key of ASCII characters, or unset the variable")
     with bind(serve.host, serve.port) as listener:
-        require(
-            key is not None or is_local(listener),
-            asked=f"rollout.serve.host={serve.host}",
-            found="other machines can reach it, and ASYNCRL_API_KEY is not set",
-            do="set ASYNCRL_API_KEY to a key that clients send, or leave rollout.serve.host out",
-        )
+        if key is None and not is_local(listener):
+            found = "other machines can reach it, and ASYNCRL_API_KEY is not set"
+            do = "set ASYNCRL_API_KEY to a key that clients send, or leave rollout.serve.host out"
+            raise ConfigError(explain(f"rollout.serve.host={serve.host}", found, do))
 
 
 def _check_places(recipe: Recipe, *, trains: bool) -> None:
@@ -252,12 +251,9 @@ def _check_other_models(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, u
         if not facts.is_local and not use_hub:
             notes.append(f"{key}={path} comes from the hub: it is looked up when the run starts")
             continue
-        require(
-            vocabulary(path, trust_remote_code=recipe.model.trust_remote_code) == tokenizer.get_vocab(),
-            asked=f"{key}={path}",
-            found=f"its tokenizer has other tokens than that of model.path={own}",
-            do="name a model with the same tokenizer",
-        )
+        if vocabulary(path, trust_remote_code=recipe.model.trust_remote_code) != tokenizer.get_vocab():
+            found = f"its tokenizer has other tokens than that of model.path={own}"
+            raise ConfigError(explain(f"{key}={path}", found, "name a model with the same tokenizer"))
     return notes
 
 
@@ -275,21 +271,16 @@ def _check_pools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, use_hub:
             notes += _thinking_notes(pool.model, ChatTemplate(load_tokenizer(pool.model, key), pool.model), key)
         facts = facts if facts.is_local else hub_facts(pool.model)
         engines.require_runs(replicas, facts, section=f"{key}.")
+        if key != "teacher":
+            continue
         top_k = recipe.algorithm.distillation.top_k
-        require(
-            key != "teacher" or facts.vocab_size is None or top_k <= facts.vocab_size,
-            asked=f"algorithm.distillation.top_k={top_k} with {key}.path={path}",
-            found=f"it has {facts.vocab_size} tokens",
-            do="lower top_k: 32 to 128 is usual",
-        )
-        require(
-            key != "teacher"
-            or vocabulary(path, revision=pool.revision, trust_remote_code=pool.trust_remote_code)
-            == tokenizer.get_vocab(),
-            asked=f"{key}.path={path}",
-            found=f"its tokenizer has other tokens than that of model.path={recipe.model.path}",
-            do="name a teacher with the same tokenizer: its log-probabilities are of the policy's tokens",
-        )
+        if facts.vocab_size is not None and top_k > facts.vocab_size:
+            asked = f"algorithm.distillation.top_k={top_k} with {key}.path={path}"
+            raise ConfigError(explain(asked, f"it has {facts.vocab_size} tokens", "lower top_k: 32 to 128 is usual"))
+        if vocabulary(path, revision=pool.revision, trust_remote_code=pool.trust_remote_code) != tokenizer.get_vocab():
+            found = f"its tokenizer has other tokens than that of model.path={recipe.model.path}"
+            do = "name a teacher with the same tokenizer: its log-probabilities are of the policy's tokens"
+            raise ConfigError(explain(f"{key}.path={path}", found, do))
     return notes
 
 
@@ -365,12 +356,10 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = T
     """Raises ConfigError if the chosen engine or a metric sink cannot run in this environment. `missing_ok`: packages
     may be missing. `trains`: there will be trainer ranks."""
     for sink in recipe.observability.sinks:
-        require(
-            missing_ok or importlib.util.find_spec(sink) is not None,
-            asked=f"observability.sinks={recipe.observability.sinks}",
-            found=f"the package {sink} is not installed",
-            do=f"pip install 'asyncrl[{sink}]'" if sink == "tensorboard" else f"pip install {sink}",
-        )
+        if not missing_ok and importlib.util.find_spec(sink) is None:
+            found = f"the package {sink} is not installed"
+            do = f"pip install 'asyncrl[{sink}]'" if sink == "tensorboard" else f"pip install {sink}"
+            raise ConfigError(explain(f"observability.sinks={recipe.observability.sinks}", found, do))
     if missing_ok:
         return
     for replicas in (recipe.rollout, *(replicas for _, replicas in recipe.pools.values())):
@@ -380,12 +369,10 @@ def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = T
     if recipe.rollout.engine == "torch":
         devices["rollout.torch.device"] = recipe.rollout.torch.device
     wanting = [f"{key}={device}" for key, device in devices.items() if device != "cpu"]
-    require(
-        not wanting or not _is_cpu_build() or not sees_gpus(recipe),
-        asked=f"{' and '.join(wanting)} on this machine, which has NVIDIA GPUs",
-        found=f"torch {metadata.version('torch')} is built without CUDA",
-        do="install torch with CUDA, or compute on the CPUs alone: set CUDA_VISIBLE_DEVICES='' for the command",
-    )
+    if wanting and _is_cpu_build() and sees_gpus(recipe):
+        found = f"torch {metadata.version('torch')} is built without CUDA"
+        do = "install torch with CUDA, or compute on the CPUs alone: set CUDA_VISIBLE_DEVICES='' for the command"
+        raise ConfigError(explain(f"{' and '.join(wanting)} on this machine, which has NVIDIA GPUs", found, do))
 
 
 def sees_gpus(recipe: Recipe) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 
-from asyncrl.config.checks import require
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rollout import RolloutConfig
+from asyncrl.errors import ConfigError, explain
 from asyncrl.inference.engine import InferenceEngine
 from asyncrl.types import ModelFacts
 
@@ -151,56 +151,44 @@ def build_engine(rollout: RolloutConfig, model: ModelConfig, *, load_real_weight
 def require_package(rollout: RolloutConfig) -> None:
     """Raises ConfigError: the package of the engine is not installed."""
     spec = ENGINES[rollout.engine]
-    require(
-        _is_installed(spec),
-        asked=f"rollout.engine={rollout.engine}",
-        found=f"the package {spec.package} is not installed",
-        do=spec.install,
-    )
+    if not _is_installed(spec):
+        found = f"the package {spec.package} is not installed"
+        raise ConfigError(explain(f"rollout.engine={rollout.engine}", found, spec.install))
 
 
 def require_staging(engine: str) -> None:
     """Raises ConfigError: the engine cannot stage weights."""
     able = " or ".join(name for name, spec in ENGINES.items() if spec.stages)
-    require(
-        ENGINES[engine].stages,
-        asked=f"weights.stage=true with rollout.engine={engine}",
-        found=f"engine {engine} loads weights as they come, while it stands still",
-        do=f"set weights.stage=false, or rollout.engine={able}",
-    )
+    if not ENGINES[engine].stages:
+        found = f"engine {engine} loads weights as they come, while it stands still"
+        do = f"set weights.stage=false, or rollout.engine={able}"
+        raise ConfigError(explain(f"weights.stage=true with rollout.engine={engine}", found, do))
 
 
 def require_sleep(engine: str) -> None:
     """Raises ConfigError: the engine cannot release its memory on a CPU."""
     able = " or ".join(name for name, spec in ENGINES.items() if spec.sleeps_on_cpu)
-    require(
-        ENGINES[engine].sleeps_on_cpu,
-        asked=f"placement=colocated with rollout.engine={engine} on a CPU",
-        found=f"engine {engine} gives memory back on GPUs only: on a CPU it would keep weights and KV cache",
-        do=f"set rollout.engine={able}, or placement=separate, or run it on GPUs",
-    )
+    if not ENGINES[engine].sleeps_on_cpu:
+        found = f"engine {engine} gives memory back on GPUs only: on a CPU it would keep weights and KV cache"
+        do = f"set rollout.engine={able}, or placement=separate, or run it on GPUs"
+        raise ConfigError(explain(f"placement=colocated with rollout.engine={engine} on a CPU", found, do))
 
 
 def require_recording(engine: str, array: str, asked: str, *, on_cpu: bool) -> None:
     """Raises ConfigError: the engine does not record this array of `TOKEN_ARRAYS`. `asked`: the setting that needs
     it."""
     able = [name for name, spec in ENGINES.items() if array in spec.records and (spec.records_on_cpu or not on_cpu)]
-    require(
-        engine in able,
-        asked=f"{asked} with rollout.engine={engine}",
-        found=f"engine {engine} does not report {array} with its tokens{' on a CPU' if on_cpu else ''}",
-        do=f"set rollout.engine={' or '.join(able)}, or leave {asked.partition('=')[0]} out",
-    )
+    if engine not in able:
+        found = f"engine {engine} does not report {array} with its tokens{' on a CPU' if on_cpu else ''}"
+        do = f"set rollout.engine={' or '.join(able)}, or leave {asked.partition('=')[0]} out"
+        raise ConfigError(explain(f"{asked} with rollout.engine={engine}", found, do))
 
 
 def require_routers(facts: ModelFacts) -> None:
     """Raises ConfigError: the model has no experts to record."""
-    require(
-        facts.model_type is None or facts.num_experts > 0,
-        asked=f"trainer.router_replay=rollout with {facts.name}",
-        found="it has no experts",
-        do="set trainer.router_replay=off, or train a mixture of experts",
-    )
+    if facts.model_type is not None and facts.num_experts <= 0:
+        do = "set trainer.router_replay=off, or train a mixture of experts"
+        raise ConfigError(explain(f"trainer.router_replay=rollout with {facts.name}", "it has no experts", do))
 
 
 def require_runs(rollout: RolloutConfig, facts: ModelFacts, *, section: str = "rollout.") -> None:
@@ -213,20 +201,15 @@ def require_runs(rollout: RolloutConfig, facts: ModelFacts, *, section: str = "r
     """
     engine, length = rollout.engine, rollout.max_model_len
     key, positions = f"{section}{engine}.max_model_len", facts.max_position_embeddings
-    require(
-        positions is None or length <= positions,
-        asked=f"{key}={length}",
-        found=f"{facts.path} has max_position_embeddings={positions}",
-        do=f"lower {key} to {positions}",
-    )
+    if positions is not None and length > positions:
+        do = f"lower {key} to {positions}"
+        raise ConfigError(explain(f"{key}={length}", f"{facts.path} has max_position_embeddings={positions}", do))
     # Features that the engine lacks in every version; the installed version is checked last.
     problems = ENGINES[engine].unsupported(facts, length)
-    require(
-        not problems,
-        asked=f"{section}engine={engine} with {facts.name} and {key}={length}",
-        found=f"engine {engine} cannot run {', '.join(problems)}",
-        do=", or ".join(_what_works(rollout, facts, section)),
-    )
+    if problems:
+        found = f"engine {engine} cannot run {', '.join(problems)}"
+        do = ", or ".join(_what_works(rollout, facts, section))
+        raise ConfigError(explain(f"{section}engine={engine} with {facts.name} and {key}={length}", found, do))
     spec = ENGINES[engine]
     if spec.check and _is_installed(spec):
         resolve_name(spec.check)(rollout, facts)

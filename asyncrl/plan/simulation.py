@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.threads import trainer_threads
+from asyncrl.errors import ConfigError, explain
 from asyncrl.plan.costs import CostModel
 from asyncrl.plan.shared_replica import SharedReplica, SimulatedGroup, SimulatedRequest
 from asyncrl.queue.budgets import EndWindow
@@ -72,12 +72,10 @@ class SimulatedStep:
 
 def check_modelled(recipe: Recipe) -> None:
     """Raises ConfigError if the simulation does not model how the recipe's parts take turns."""
-    require(
-        not recipe.is_colocated or recipe.mode == "sync",
-        asked=f"a forecast of placement=colocated in mode {recipe.mode}",
-        found="the simulated replicas generate while the trainer trains; only mode sync takes turns there",
-        do="set mode=sync or placement=separate for the forecast",
-    )
+    if recipe.is_colocated and recipe.mode != "sync":
+        found = "the simulated replicas generate while the trainer trains; only mode sync takes turns there"
+        do = "set mode=sync or placement=separate for the forecast"
+        raise ConfigError(explain(f"a forecast of placement=colocated in mode {recipe.mode}", found, do))
 
 
 def threads_of(recipe: Recipe, cores: float | None) -> int | None:

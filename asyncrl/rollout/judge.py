@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from asyncrl.config.checks import require
 from asyncrl.config.model import ModelConfig
 from asyncrl.config.rewards import JudgeConfig
 from asyncrl.data.chat import Chat
 from asyncrl.data.rows import IMAGE, PromptRow
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.errors import GenerationError, explain
+from asyncrl.errors import ConfigError, GenerationError, explain
 from asyncrl.remote.tasks import concurrently
 from asyncrl.rewards.pairwise import scored
 from asyncrl.rewards.reward import RewardResult
@@ -132,12 +131,10 @@ def _require_distinct(answers: Mapping[str, np.ndarray]) -> None:
     other."""
     for (one, first), (other, second) in itertools.combinations(answers.items(), 2):
         shared = min(len(first), len(second))
-        require(
-            not np.array_equal(first[:shared], second[:shared]),
-            asked=f"reward.judge.answers {one!r} and {other!r}",
-            found="to the judge's tokenizer one begins with the other: its probability includes the other's",
-            do="choose answers that begin differently, such as yes and no",
-        )
+        if np.array_equal(first[:shared], second[:shared]):
+            found = "to the judge's tokenizer one begins with the other: its probability includes the other's"
+            do = "choose answers that begin differently, such as yes and no"
+            raise ConfigError(explain(f"reward.judge.answers {one!r} and {other!r}", found, do))
 
 
 def _filled(template: str, places: Mapping[str, str]) -> str:

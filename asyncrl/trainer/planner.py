@@ -10,8 +10,8 @@ import numpy as np
 from asyncrl.algorithms import build_advantage
 from asyncrl.algorithms.overlong import shaped_rewards
 from asyncrl.config.algorithm_parts import ADVANTAGES
-from asyncrl.config.checks import require
 from asyncrl.config.recipe import Recipe
+from asyncrl.errors import ConfigError, explain
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.types import GroupSummary, LeaseManifest, RankPlan, TrajectoryKey
 
@@ -46,12 +46,10 @@ class StepPlanner:
 
     def _advantages(self, group: GroupSummary, divergence: Mapping[TrajectoryKey, float] | None) -> np.ndarray:
         """Raises ConfigError: the group has branches (possible after a resume), and advantages are per token."""
-        require(
-            self._scope == "group" or len(group.lengths) == len(group.rewards),
-            asked=f"algorithm.advantage={self._algorithm.advantage} for group {group.ordinal}",
-            found="the checkpoint was made with rollout.agent.train=all_branches, and the group has branches",
-            do="resume with the advantage that the checkpoint was made with",
-        )
+        if self._scope != "group" and len(group.lengths) != len(group.rewards):
+            asked = f"algorithm.advantage={self._algorithm.advantage} for group {group.ordinal}"
+            found = "the checkpoint was made with rollout.agent.train=all_branches, and the group has branches"
+            raise ConfigError(explain(asked, found, "resume with the advantage that the checkpoint was made with"))
         lengths = [n.response for n in group.lengths[: len(group.rewards)]]  # of a trajectory, without its branches
         rewards = shaped_rewards(group.rewards, lengths, self._algorithm.overlong, self._longest_response_tokens)
         if divergence is not None:

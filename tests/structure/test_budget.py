@@ -16,7 +16,7 @@ LINES = 46_000
 LINES_OF_TESTS = 42_750
 FILES = 433
 PROTOCOLS = 28
-REFUSALS = 123
+REFUSALS = 155
 """Limits of what is there. They only fall; what an addition may cost, docs/adr/0020-a-budget-of-lines.md says."""
 LAYOUT = {
     tokenize.COMMENT,
@@ -50,10 +50,10 @@ def sources(folder: Path) -> list[str]:
     return [path.read_text() for path in folder.rglob("*.py")]
 
 
-def calls_of(sources: list[str], name: str) -> int:
+def calls_of(sources: list[str], *names: str) -> int:
     trees = (tree_of(source) for source in sources)
     return sum(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
         for tree in trees
         for node in ast.walk(tree)
     )
@@ -72,7 +72,7 @@ def subclasses_of(sources: list[str], name: str) -> int:
         ("code lines of tests", LINES_OF_TESTS, lambda: sum(map(code_lines, sources(ROOT / "tests")))),
         ("files of asyncrl", FILES, lambda: len(sources(PACKAGE))),
         ("protocols of asyncrl", PROTOCOLS, lambda: subclasses_of(sources(PACKAGE), "Protocol")),
-        ("refusals of the configuration", REFUSALS, lambda: calls_of(sources(PACKAGE / "config"), "require")),
+        ("refusals of config", REFUSALS, lambda: calls_of(sources(PACKAGE / "config"), "require", "ConfigError")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

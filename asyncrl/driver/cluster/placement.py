@@ -284,12 +284,10 @@ def _evenly(demand: Demand, node_gpus: Sequence[int]) -> Placement:
     """Placement with more processes than GPUs: at most one rank per GPU, then each replica on the least used GPU."""
     total = sum(node_gpus)
     num_ranks = demand.num_ranks * demand.rank_gpus
-    require(
-        num_ranks <= total,
-        asked=f"trainer.num_ranks={num_ranks} on {total} GPU{'s' * (total > 1)}",
-        found="NCCL refuses two ranks on one GPU",
-        do=f"set trainer.num_ranks to {total} or less, or trainer.device=cpu",
-    )
+    if num_ranks > total:
+        found = "NCCL refuses two ranks on one GPU"
+        do = f"set trainer.num_ranks to {total} or less, or trainer.device=cpu"
+        raise ConfigError(explain(f"trainer.num_ranks={num_ranks} on {total} GPU{'s' * (total > 1)}", found, do))
     ranks = [1] * num_ranks + [0] * (total - num_ranks)
     replicas: list[list[int]] = [[] for _ in range(total)]
     for replica_id in range(demand.num_replicas * demand.replica_gpus):
