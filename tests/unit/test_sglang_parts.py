@@ -5,7 +5,6 @@ import base64
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.inference.sglang.engine import SglangStream
 from asyncrl.inference.sglang.host import all_read
-from asyncrl.inference.sglang.host_main import kv_cache
 from asyncrl.inference.sglang.host_process import engine_arguments
 from asyncrl.inference.sglang.outputs import ExpertRows, output_of
 from asyncrl.inference.sglang.sampling_params import asked
@@ -281,13 +279,3 @@ def test_arguments_leave_room_for_a_request_as_long_as_the_context():
 def test_arguments_that_asyncrl_sets_or_that_would_break_a_promise_are_refused(name):
     with pytest.raises(ConfigError, match=rf"rollout\.sglang\.server_args\.{name}"):
         SglangEngineConfig(server_args={name: True})
-
-
-def test_the_size_of_the_cache_is_the_smallest_of_the_schedulers():
-    infos = [{"max_total_num_tokens": 900}, {"max_total_num_tokens": 800}]
-    arguments = SimpleNamespace(page_size=16)
-    newer = SimpleNamespace(server_args=arguments, _scheduler_init_result=SimpleNamespace(scheduler_infos=infos))
-    older = SimpleNamespace(server_args=SimpleNamespace(page_size=None), scheduler_info=infos[0])
-    assert kv_cache(newer) == (800, 16)
-    assert kv_cache(older) == (900, 1)
-    assert kv_cache(SimpleNamespace(server_args=arguments, scheduler_info={})) is None
