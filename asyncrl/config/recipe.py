@@ -280,7 +280,10 @@ class Recipe:
             found="this environment gives the reward itself: no other would be asked",
             do="set reward.function=zero",
         )
-        teaches = own or reward.judge.weight or reward.group.function or self.algorithm.distillation.coefficient
+        checks = self.rollout.environment == "agent" and self.rollout.agent.sandbox.check
+        teaches = (
+            own or checks or reward.judge.weight or reward.group.function or self.algorithm.distillation.coefficient
+        )
         require(
             reward.names != ("zero",) or bool(teaches),
             asked="reward zero",

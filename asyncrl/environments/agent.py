@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config.environments import AgentConfig
@@ -19,8 +19,10 @@ from asyncrl.data.tool_calls import CallParser, parser_for
 from asyncrl.environments.agent_program import AgentProgram
 from asyncrl.environments.agent_session import AgentSession, TurnLimit
 from asyncrl.environments.environment import Session, Task, limits_of
+from asyncrl.environments.sandboxes import SandboxPool, check_sandbox
 from asyncrl.errors import ConfigError, explain
 from asyncrl.registry import resolve
+from asyncrl.rewards import RewardResult
 from asyncrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -37,9 +39,11 @@ Agent = Callable[[str, str, Task], Awaitable[str | None]]
 def load_agent(config: AgentConfig) -> Agent:
     """Raises ConfigError: neither a function nor a command is set, the function cannot be imported or has another form,
     or the program is not on this machine."""
+    if config.sandbox.backend != "none":
+        check_sandbox(config)
     if config.command:
         asked = f"rollout.agent.command={config.command}"
-        if shutil.which(config.command[0]) is None:
+        if config.sandbox.backend in ("none", "local") and shutil.which(config.command[0]) is None:
             do = "write its path, or install it where the rollouters run"
             raise ConfigError(explain(asked, f"there is no program {config.command[0]} here", do))
         return AgentProgram(config.command, config.max_programs)
@@ -133,6 +137,13 @@ class AgentEnvironment:
         self._agent = load_agent(config)
         self._name = config.function or str(config.command)
         self._endpoint = AgentEndpoint(recipe, chat, TurnLimit(config.max_turns, "rollout.agent.max_turns"))
+        self._sandboxes = None if config.sandbox.backend == "none" else SandboxPool(config)
+        self._checks, self._code_decides = bool(config.sandbox.check), recipe.reward.names == ("zero",)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Of sandboxes: `SandboxPool.counts`."""
+        return {} if self._sandboxes is None else self._sandboxes.counts
 
     async def start(self) -> None:
         """Starts the endpoint. Raises ConfigError, DeadlineExceeded, ProcessDied."""
@@ -143,10 +154,30 @@ class AgentEnvironment:
     async def close(self) -> None:
         if isinstance(self._agent, AgentProgram):
             await self._agent.close()
+        if self._sandboxes is not None:
+            await self._sandboxes.close()
         await self._endpoint.close()
 
     async def run(self, task: Task, session: Session) -> Trajectory:
-        """Raises what `AgentEndpoint.run` raises."""
+        """Raises what `AgentEndpoint.run` raises; ProcessDied: a sandbox is lost."""
+        if self._sandboxes is not None:
+            return await self._run_in_sandbox(self._sandboxes, task, session)
         recorded, said = await self._endpoint.run(self._name, session, lambda url, key: self._agent(url, key, task))
         result = await session.reward(recorded.last_text() if said is None else str(said), task.row)
+        return recorded.trajectory(result)
+
+    async def _run_in_sandbox(self, pool: SandboxPool, task: Task, session: Session) -> Trajectory:
+        program = self._agent
+        assert isinstance(program, AgentProgram), "check_sandbox has seen it"
+        async with pool.lease(task.row) as sandbox:
+            recorded, said = await self._endpoint.run(
+                self._name, session, lambda url, key: program.inside(sandbox, pool.command, url, key, task)
+            )
+            ended = await pool.check(sandbox, task.row) if self._checks else None
+        if self._checks and self._code_decides:
+            passed = float(ended is not None and ended.exit_code == 0)
+            return recorded.trajectory(RewardResult(passed, (("correct", passed),)))
+        if self._checks:
+            said = "" if ended is None else ended.stdout.decode(errors="replace")
+        result = await session.reward(recorded.last_text() if said is None else said, task.row)
         return recorded.trajectory(result)
