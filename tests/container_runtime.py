@@ -44,7 +44,7 @@ def place(name: str) -> Path:
 
 def runs(options: argparse.Namespace) -> int:
     if options.image == "missing":
-        print("no such image", file=sys.stderr)
+        sys.stderr.write("no such image\n")
         return 125
     assert (options.entrypoint, options.workdir) == ("cat", "/workspace")
     place(options.name).mkdir()
@@ -55,7 +55,7 @@ def runs(options: argparse.Namespace) -> int:
 
 def runs_inside(options: argparse.Namespace) -> int:
     if not place(options.name).is_dir():
-        print("no such container", file=sys.stderr)
+        sys.stderr.write("no such container\n")
         return 1
     inherited = {name: os.environ[name] for name in ("PATH", *options.env)}
     try:
@@ -63,7 +63,7 @@ def runs_inside(options: argparse.Namespace) -> int:
         code = subprocess.run(options.line, cwd=place(options.name), env=environment, check=False).returncode
         return 128 - code if code < 0 else code
     except OSError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return 127
 
 

@@ -137,13 +137,13 @@ class AgentEnvironment:
         self._agent = load_agent(config)
         self._name = config.function or str(config.command)
         self._endpoint = AgentEndpoint(recipe, chat, TurnLimit(config.max_turns, "rollout.agent.max_turns"))
-        self._sandboxes = None if config.sandbox.backend == "none" else SandboxPool(config)
+        self._pool = None if config.sandbox.backend == "none" else SandboxPool(config)
         self._checks, self._code_decides = bool(config.sandbox.check), recipe.reward.names == ("zero",)
 
     @property
-    def counts(self) -> Mapping[str, int]:
-        """Of sandboxes: `SandboxPool.counts`."""
-        return {} if self._sandboxes is None else self._sandboxes.counts
+    def sandboxes(self) -> Mapping[str, int]:
+        """As `SandboxPool.counts`."""
+        return {} if self._pool is None else self._pool.counts
 
     async def start(self) -> None:
         """Starts the endpoint. Raises ConfigError, DeadlineExceeded, ProcessDied."""
@@ -154,14 +154,14 @@ class AgentEnvironment:
     async def close(self) -> None:
         if isinstance(self._agent, AgentProgram):
             await self._agent.close()
-        if self._sandboxes is not None:
-            await self._sandboxes.close()
+        if self._pool is not None:
+            await self._pool.close()
         await self._endpoint.close()
 
     async def run(self, task: Task, session: Session) -> Trajectory:
         """Raises what `AgentEndpoint.run` raises; ProcessDied: a sandbox is lost."""
-        if self._sandboxes is not None:
-            return await self._run_in_sandbox(self._sandboxes, task, session)
+        if self._pool is not None:
+            return await self._run_in_sandbox(self._pool, task, session)
         recorded, said = await self._endpoint.run(self._name, session, lambda url, key: self._agent(url, key, task))
         result = await session.reward(recorded.last_text() if said is None else str(said), task.row)
         return recorded.trajectory(result)

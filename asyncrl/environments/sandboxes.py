@@ -30,7 +30,7 @@ from asyncrl.environments.agent_program import end_of, send
 from asyncrl.errors import ConfigError, Process, ProcessDied, explain
 from asyncrl.registry import resolve
 from asyncrl.remote.tasks import kept
-from asyncrl.workers.sandbox import confined, empty, locked_directory
+from asyncrl.workers.sandbox import READABLE, confined, empty, locked_directory
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +124,9 @@ class DirectorySandbox:
         self._config, self._commands, self._owned = config, _Commands(), ExitStack()
         self._directory = ""
 
-    async def open(self) -> DirectorySandbox:
+    async def open(self) -> None:
         self._directory = await asyncio.to_thread(self._owned.enter_context, locked_directory())
         await self.reset()
-        return self
 
     async def run(
         self, command: Sequence[str], stdin: bytes = b"", variables: Mapping[str, str] | None = None
@@ -147,8 +146,10 @@ class DirectorySandbox:
             memory_bytes=config.memory_bytes,
             max_processes=config.max_processes,
         )
-        taken = {name: os.environ[name] for name in ("PATH", "ASYNCRL_RUN") if name in os.environ}
-        return line, {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"} | taken | told
+        roots = [*READABLE, *config.readable]
+        found = [path for path in os.get_exec_path() if any(Path(path).is_relative_to(root) for root in roots)]
+        own = {"PATH": os.pathsep.join(found), "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+        return line, own | {name: os.environ[name] for name in ("ASYNCRL_RUN",) if name in os.environ} | told
 
     def _in_apptainer(self, command: Sequence[str], told: dict[str, str]) -> tuple[list[str], dict[str, str]]:
         config, binds = self._config, [f"{self._directory}/work:{WORKSPACE}"]
@@ -178,9 +179,8 @@ class ContainerSandbox:
         self._name = ""
         self._client: asyncio.subprocess.Process | None = None
 
-    async def open(self) -> ContainerSandbox:
+    async def open(self) -> None:
         await self.reset()
-        return self
 
     async def run(
         self, command: Sequence[str], stdin: bytes = b"", variables: Mapping[str, str] | None = None
@@ -218,19 +218,18 @@ class ContainerSandbox:
         await self._commands.end()
 
 
-async def _open_directory(config: SandboxConfig) -> Sandbox:
-    return await DirectorySandbox(config).open()
-
-
-async def _open_container(config: SandboxConfig) -> Sandbox:
-    return await ContainerSandbox(config).open()
+async def _opened(made: DirectorySandbox | ContainerSandbox) -> Sandbox:
+    try:
+        await made.open()
+    except BaseException:
+        await made.close()
+        raise
+    return made
 
 
 BACKENDS: dict[str, Callable[[SandboxConfig], Awaitable[Sandbox]]] = {
-    "local": _open_directory,
-    "apptainer": _open_directory,
-    "docker": _open_container,
-    "podman": _open_container,
+    **dict.fromkeys(("local", "apptainer"), lambda config: _opened(DirectorySandbox(config))),
+    **dict.fromkeys(("docker", "podman"), lambda config: _opened(ContainerSandbox(config))),
 }
 
 
@@ -249,8 +248,9 @@ class SandboxPool:
         self._open = resolve(KEY, config.sandbox.backend, BACKENDS)
         self._places = asyncio.Semaphore(config.max_programs)
         self._work: set[asyncio.Task[Any]] = set()
-        self.counts = Counter(live=0, opened=0, failed=0)
-        """Sandboxes that live now; since the start: opened, and failed ones, which the next attempts replace."""
+        self.counts = Counter(live=0, opened=0, closed=0, failed=0)
+        """Sandboxes that live now; since the start: opened, closed, and failed ones, in whose place the next attempt
+        has another."""
 
     @asynccontextmanager
     async def lease(self, row: PromptRow) -> AsyncIterator[Sandbox]:
@@ -309,7 +309,7 @@ class SandboxPool:
         try:
             async with _in_time(self._config.start_timeout_s):
                 await sandbox.close()
-            self.counts["live"] -= 1
+            self.counts.update(live=-1, closed=1)
         except Exception:  # task boundary: what is left stays counted
             logger.warning("a sandbox could not be closed", exc_info=True)
 

@@ -35,6 +35,8 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 _NAMES = ("/etc/hosts", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl", "/etc/gitconfig")
 _PYTHON = (sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.realpath(sys.executable))
+READABLE = (*_SYSTEM, *_NAMES, *_PYTHON)
+"""What commands may read in any case."""
 _CHUNK_BYTES = 1 << 16
 _LEAVE_S = 2.0
 """Longest wait for killed processes to end."""
@@ -173,7 +175,7 @@ def confined(
         "command": list(command),
         "directory": directory,
         "work": os.path.join(directory, "work"),
-        "readable": sorted({*_SYSTEM, *_NAMES, *_PYTHON, *readable}),
+        "readable": sorted({*READABLE, *readable}),
         "port": port,
         "memory_bytes": memory_bytes,
         "max_processes": max_processes,
