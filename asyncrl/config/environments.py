@@ -175,6 +175,7 @@ class AgentConfig:
     max_programs: PositiveInt = 64
     """Concurrent programs of a rollouter, and their sandboxes; others wait, within rollout.trajectory_timeout_s."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Where the program runs, and what judges its work."""
     max_turns: PositiveInt = 8
     """Requests that an agent may make in one trajectory; further ones are refused."""
     train: Literal["auto", "last_branch", "all_branches"] = "auto"

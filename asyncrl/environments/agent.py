@@ -16,10 +16,10 @@ from asyncrl.config.environments import AgentConfig
 from asyncrl.config.recipe import Recipe, trains_branches
 from asyncrl.data.chat import Chat
 from asyncrl.data.tool_calls import CallParser, parser_for
-from asyncrl.environments.agent_program import AgentProgram
+from asyncrl.environments.agent_program import MAX_ANSWER_BYTES, AgentProgram, addresses, task_json
 from asyncrl.environments.agent_session import AgentSession, TurnLimit
 from asyncrl.environments.environment import Session, Task, limits_of
-from asyncrl.environments.sandboxes import SandboxPool, check_sandbox
+from asyncrl.environments.sandboxes import Sandbox, SandboxPool, check_sandbox
 from asyncrl.errors import ConfigError, explain
 from asyncrl.registry import resolve
 from asyncrl.rewards import RewardResult
@@ -169,9 +169,14 @@ class AgentEnvironment:
     async def _run_in_sandbox(self, pool: SandboxPool, task: Task, session: Session) -> Trajectory:
         program = self._agent
         assert isinstance(program, AgentProgram), "check_sandbox has seen it"
+
+        async def said_inside(sandbox: Sandbox, url: str, key: str) -> str | None:
+            ended = await sandbox.run(pool.command, task_json(task), addresses(url, key))
+            return program.answer(ended.exit_code, ended.stdout[-MAX_ANSWER_BYTES:], ended.stderr)
+
         async with pool.lease(task.row) as sandbox:
             recorded, said = await self._endpoint.run(
-                self._name, session, lambda url, key: program.inside(sandbox, pool.command, url, key, task)
+                self._name, session, lambda url, key: said_inside(sandbox, url, key)
             )
             ended = await pool.check(sandbox, task.row) if self._checks else None
         if self._checks and self._code_decides:

@@ -8,16 +8,12 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from asyncrl.environments.environment import Task
 from asyncrl.errors import Process, ProcessDied, explain
 from asyncrl.remote.tasks import kept
 from asyncrl.workers.orphan_reaper import OrphanReaper
 from asyncrl.workers.sandbox.process_tree import kill_group
-
-if TYPE_CHECKING:
-    from asyncrl.environments.sandboxes import Sandbox
 
 MAX_ANSWER_BYTES = 1 << 20
 """Longest answer: the end of the standard output."""
@@ -73,7 +69,7 @@ class AgentProgram:
             talk = asyncio.gather(
                 end_of(process.stdout, MAX_ANSWER_BYTES),
                 end_of(process.stderr, _SHOWN_BYTES),
-                send(process.stdin, b"\n" + _task_json(task)),
+                send(process.stdin, b"\n" + task_json(task)),
             )
             try:
                 # not process.wait(): up to Python 3.12 it also waits for every other holder of the pipes
@@ -88,16 +84,14 @@ class AgentProgram:
             finally:
                 talk.cancel()
                 self._leave(process)
-        return self._answer(code, answer, said)
+        return self.answer(code, answer, said)
 
-    async def inside(
-        self, sandbox: Sandbox, command: Sequence[str], base_url: str, api_key: str, task: Task
-    ) -> str | None:
-        """As a call, but in a sandbox. Raises ProcessDied also if the sandbox is lost."""
-        ended = await sandbox.run(command, _task_json(task), _addresses(base_url, api_key))
-        return self._answer(ended.exit_code, ended.stdout[-MAX_ANSWER_BYTES:], ended.stderr)
+    def answer(self, code: int, answer: bytes, said: bytes) -> str | None:
+        """The standard output of a program that has ended, stripped; None if empty. Raises ProcessDied: it has failed.
 
-    def _answer(self, code: int, answer: bytes, said: bytes) -> str | None:
+        Args:
+            said: the end of its standard error.
+        """
         if code != 0:
             found = f"exit code {code}; its standard error ends with:\n{said.decode(errors='replace').strip()}"
             raise self._failed(found)
@@ -113,7 +107,7 @@ class AgentProgram:
                 stdin=pipe,
                 stdout=pipe,
                 stderr=pipe,
-                env={**os.environ, **_addresses(base_url, api_key)},
+                env={**os.environ, **addresses(base_url, api_key)},
                 start_new_session=True,
             )
         except OSError as error:
@@ -146,12 +140,13 @@ class AgentProgram:
         return ProcessDied(explain(asked, found, do)).of(Process("agent"))
 
 
-def _addresses(base_url: str, api_key: str) -> dict[str, str]:
+def addresses(base_url: str, api_key: str) -> dict[str, str]:
+    """Variables from which clients of OpenAI and Anthropic take the endpoint."""
     openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
     return openai | {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
 
 
-def _task_json(task: Task) -> bytes:
+def task_json(task: Task) -> bytes:
     """The program's input, without the ground truth."""
     row = task.row
     messages = row.conversation()
