@@ -141,12 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/tiny-swe-qwen3"), help="directory of the model")
     parser.add_argument("--data", type=Path, default=Path("data"), help="directory of rows and repositories")
+    parser.add_argument("--share", type=float, default=1.0, help="of the warm-up to run; less makes a worse model")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     write_data(options.data, options.seed)
-    settings = make_tool_task.ToolSettings(
-        task="swe", seed=options.seed, num_study=4096, num_messy=768, study_share=0.7, messy_share=0.12
-    )
+    counts = {"num_study": round(4096 * options.share), "num_messy": round(768 * options.share)}
+    settings = make_tool_task.ToolSettings(task="swe", seed=options.seed, study_share=0.7, messy_share=0.12, **counts)
     return make_tool_task.made(options.out, settings, make_tool_task.Making(build_tokenizer, corpus, __file__))
 
 

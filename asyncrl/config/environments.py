@@ -126,7 +126,7 @@ class InterleavedConfig:
 class SandboxConfig:
     backend: str = "none"
     """Where the program of `rollout.agent.command` runs. none: as a process of this machine with the rights of the run.
-    local: confined on this machine (Linux). docker, podman, apptainer: in a container. Or `package.module:function` of
+    local: confined on this machine (Linux). docker, podman, apptainer: in a container. Or `package.module:Name` of
     your own (docs/environments.md)."""
     image: str = ""
     """Image of the containers, with tar in it. For apptainer also a file."""

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config.environments import AgentConfig
@@ -175,9 +176,7 @@ class AgentEnvironment:
             return program.answer(ended.exit_code, ended.stdout[-MAX_ANSWER_BYTES:], ended.stderr)
 
         async with pool.lease(task.row) as sandbox:
-            recorded, said = await self._endpoint.run(
-                self._name, session, lambda url, key: said_inside(sandbox, url, key)
-            )
+            recorded, said = await self._endpoint.run(self._name, session, partial(said_inside, sandbox))
             ended = await pool.check(sandbox, task.row) if self._checks else None
         if self._checks and self._code_decides:
             passed = float(ended is not None and ended.exit_code == 0)

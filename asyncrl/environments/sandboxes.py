@@ -1,6 +1,6 @@
 """Sandboxes for agents that edit and run code: one for each trajectory, of a backend, lent by a pool.
 
-A backend is an async function that opens a `Sandbox` of the recipe's `rollout.agent.sandbox`. Files come in and go out
+A backend makes a `Sandbox` from the recipe's `rollout.agent.sandbox`. Files come in and go out
 as tar archives through commands, so that a sandbox elsewhere (a container, a machine, a service) has to run commands
 and nothing else.
 """
@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tarfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,11 +70,11 @@ class Sandbox(Protocol):
         ...
 
     async def reset(self) -> None:
-        """Back to an empty working directory and no process, as it was opened. Raises ProcessDied."""
+        """An empty working directory and no process; the first call opens the sandbox. Raises ProcessDied."""
         ...
 
     async def close(self) -> None:
-        """Ends its processes and removes its files. Idempotent."""
+        """Ends its processes and removes its files, also if it was not opened. Idempotent."""
         ...
 
 
@@ -86,12 +86,9 @@ class _Commands:
 
     async def start(self, command: Sequence[str], variables: Mapping[str, str]) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
-            )
-        except OSError as error:
-            raise lost(command[0], f"it cannot be started: {error}") from error
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
+        )
         self._running.add(process)
         return process
 
@@ -124,10 +121,6 @@ class DirectorySandbox:
         self._config, self._commands, self._owned = config, _Commands(), ExitStack()
         self._directory = ""
 
-    async def open(self) -> None:
-        self._directory = await asyncio.to_thread(self._owned.enter_context, locked_directory())
-        await self.reset()
-
     async def run(
         self, command: Sequence[str], stdin: bytes = b"", variables: Mapping[str, str] | None = None
     ) -> Ended:
@@ -149,7 +142,7 @@ class DirectorySandbox:
         roots = [*READABLE, *config.readable]
         found = [path for path in os.get_exec_path() if any(Path(path).is_relative_to(root) for root in roots)]
         own = {"PATH": os.pathsep.join(found), "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
-        return line, own | {name: os.environ[name] for name in ("ASYNCRL_RUN",) if name in os.environ} | told
+        return line, own | {"ASYNCRL_RUN": os.environ.get("ASYNCRL_RUN", "")} | told  # the janitor knows it by that
 
     def _in_apptainer(self, command: Sequence[str], told: dict[str, str]) -> tuple[list[str], dict[str, str]]:
         config, binds = self._config, [f"{self._directory}/work:{WORKSPACE}"]
@@ -161,6 +154,8 @@ class DirectorySandbox:
 
     async def reset(self) -> None:
         await self._commands.end()
+        if not self._directory:
+            self._directory = await asyncio.to_thread(self._owned.enter_context, locked_directory())
         await asyncio.to_thread(empty, self._directory)
         for name in ("work", "home"):
             Path(self._directory, name).mkdir()
@@ -178,9 +173,6 @@ class ContainerSandbox:
         self._config, self._commands = config, _Commands()
         self._name = ""
         self._client: asyncio.subprocess.Process | None = None
-
-    async def open(self) -> None:
-        await self.reset()
 
     async def run(
         self, command: Sequence[str], stdin: bytes = b"", variables: Mapping[str, str] | None = None
@@ -218,18 +210,9 @@ class ContainerSandbox:
         await self._commands.end()
 
 
-async def _opened(made: DirectorySandbox | ContainerSandbox) -> Sandbox:
-    try:
-        await made.open()
-    except BaseException:
-        await made.close()
-        raise
-    return made
-
-
-BACKENDS: dict[str, Callable[[SandboxConfig], Awaitable[Sandbox]]] = {
-    **dict.fromkeys(("local", "apptainer"), lambda config: _opened(DirectorySandbox(config))),
-    **dict.fromkeys(("docker", "podman"), lambda config: _opened(ContainerSandbox(config))),
+BACKENDS: dict[str, Callable[[SandboxConfig], Sandbox]] = {
+    **dict.fromkeys(("local", "apptainer"), DirectorySandbox),
+    **dict.fromkeys(("docker", "podman"), ContainerSandbox),
 }
 
 
@@ -245,7 +228,7 @@ class SandboxPool:
         self.command = absolute(config.command)
         """The agent's command, as it is run inside."""
         self._config = replace(config.sandbox, readable=_readable(config.sandbox, self.command))
-        self._open = resolve(KEY, config.sandbox.backend, BACKENDS)
+        self._made = resolve(KEY, config.sandbox.backend, BACKENDS)
         self._places = asyncio.Semaphore(config.max_programs)
         self._work: set[asyncio.Task[Any]] = set()
         self.counts = Counter(live=0, opened=0, closed=0, failed=0)
@@ -287,11 +270,11 @@ class SandboxPool:
             await asyncio.gather(*self._work, return_exceptions=True)
 
     async def _opened(self, row: PromptRow) -> Sandbox:
-        async with _in_time(self._config.start_timeout_s):
-            sandbox = await self._open(self._config)
+        sandbox = self._made(self._config)
         self.counts.update(live=1, opened=1)
         try:
             async with _in_time(self._config.start_timeout_s):
+                await sandbox.reset()
                 await self._put(sandbox, row, None)
         except BaseException:
             await self._close(sandbox)
@@ -316,9 +299,8 @@ class SandboxPool:
     async def _put(self, sandbox: Sandbox, row: PromptRow, solution: bytes | None) -> None:
         """Copies the row's files in. `solution`: an archive of the paths of the solution, which are taken from it."""
         source, config = source_of(self._config, row), self._config
-        archive = await asyncio.to_thread(
-            _archive, source, [] if solution is None else config.solution, solution or b""
-        )
+        without = [] if solution is None else config.solution
+        archive = await asyncio.to_thread(_archive, source, without, solution or b"")
         ended = await sandbox.run(["tar", "-xf", "-"], archive)
         if ended.exit_code:
             raise lost("tar -xf -", f"exit code {ended.exit_code}: {ended.stderr.decode(errors='replace').strip()}")
@@ -390,17 +372,12 @@ def check_sandbox(config: AgentConfig) -> None:
         raise ConfigError(explain(f"{KEY[:-7]}files={sandbox.files}", "no directory", "name one on this machine"))
     if name == "local":
         if config.advertise or config.host != "127.0.0.1":
-            found = (
-                f"rollout.agent.host={config.host}, advertise={config.advertise!r}; a program reaches 127.0.0.1 alone"
-            )
+            found = f"host={config.host}, advertise={config.advertise!r}; a program reaches 127.0.0.1 alone"
             raise ConfigError(explain(asked, found, "leave both out, or choose a backend of containers"))
+        do = "choose docker, podman or apptainer"
         with locked_directory() as directory:
             Path(directory, "work").mkdir()
-            line = confined(["true"], directory)
-            tried, do = (
-                subprocess.run(line, capture_output=True, timeout=_PROBE_S),
-                "choose docker, podman or apptainer",
-            )
+            tried = subprocess.run(confined(["true"], directory), capture_output=True, timeout=_PROBE_S)
     elif name in BACKENDS:
         if shutil.which(name) is None:
             raise ConfigError(explain(asked, f"there is no program {name} here", do))
