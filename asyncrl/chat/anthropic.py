@@ -71,7 +71,8 @@ def to_chat(body: object) -> dict[str, Any]:
         "stop": asked.stop_sequences or None,
     }
     choice = asked.tool_choice
-    if choice is not None and (choice.type != "tool" or choice.name in [tool.name for tool in asked.tools]):
+    names = [tool.name for tool in asked.tools]
+    if choice is not None and (choice.name in names if choice.type == "tool" else names or choice.type != "any"):
         named = {"type": "function", "function": {"name": choice.name or ""}}
         made["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
         made["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -124,8 +125,6 @@ def _messages(number: int, message: AnthropicMessage) -> list[dict[str, Any]]:
 class MessagesReply(Reply):
     """The content blocks of a message: text and calls in order."""
 
-    ping = ("ping", {"type": "ping"})
-
     def __init__(self, model: str, asked: Mapping[str, Any]) -> None:
         super().__init__(model, asked)
         self._id = f"msg_{secrets.token_hex(12)}"
@@ -134,6 +133,9 @@ class MessagesReply(Reply):
         """Type of the open block, text or thinking; empty: none is open."""
         self._pieces: list[str] = []
         self._end: End | None = None
+
+    def ping(self) -> Event:
+        return _event("ping")
 
     def begin(self, prompt_tokens: int) -> list[Event]:
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}

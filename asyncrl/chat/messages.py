@@ -145,13 +145,12 @@ def wish(schema: Mapping[str, Any] | None, tool_choice: Any, tools: Sequence[str
 
 
 def with_wish(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
-    """The messages with `text` at the end of the last one, if that is not the assistant's, else behind it."""
-    if not text:
-        return list(messages)
-    last = messages[-1]
-    if last["role"] == "assistant":
-        return [*messages, {"role": "user", "content": text}]
-    return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}"}]
+    """The messages with `text` at the end of the last one that is not the assistant's."""
+    made = list(messages)
+    others = [number for number, message in enumerate(made) if message["role"] != "assistant"] if text else []
+    for number in others[-1:]:
+        made[number] = {**made[number], "content": f"{made[number]['content']}\n\n{text}"}
+    return made
 
 
 def with_names(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

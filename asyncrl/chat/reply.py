@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from asyncrl.chat.fields import SEND_TEXT, ApiError, bad_field, part_text, short
+from asyncrl.chat.http import frame
 from asyncrl.data.call_splitter import Thought
 from asyncrl.data.tool_calls import ToolCall
 
@@ -60,8 +61,6 @@ class Reply(ABC):
     """Writes one reply: `begin`, `thought`, `text` and `call` in order, `end`. Each returns stream events; after `end`,
     `whole` is the body of an unstreamed answer."""
 
-    ping: ClassVar[Event | None] = None
-    """The API's event without content, for pauses of a stream; None: the API has none."""
     done: ClassVar[str] = ""
     """Ends a stream, after the last event."""
 
@@ -73,6 +72,10 @@ class Reply(ABC):
         """
         self._model = model
         self._asked = asked
+
+    def ping(self) -> Event | None:
+        """The API's event without content, for pauses of a stream; None: the API has none."""
+        return None
 
     @abstractmethod
     def begin(self, prompt_tokens: int) -> list[Event]: ...
@@ -168,6 +171,12 @@ def with_system(text: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any
         joined = {**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}
         return [joined, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def ping_of(reply: Reply) -> str:
+    """The frame for a pause of its stream."""
+    event = reply.ping()
+    return COMMENT if event is None else frame(event[1], event[0])
 
 
 def written_parts(reply: Reply, parts: Sequence[str | MadeCall]) -> list[Event]:

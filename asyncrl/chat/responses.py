@@ -157,6 +157,10 @@ class ResponsesReply(Reply):
         self._number = 0
         self._end: End | None = None
 
+    def ping(self) -> Event:
+        """Codex counts events, not comments, as signs of life."""
+        return self._event("response.in_progress", response=self.whole())
+
     def begin(self, prompt_tokens: int) -> list[Event]:
         del prompt_tokens  # reported at the end
         body = self.whole()
@@ -202,7 +206,7 @@ class ResponsesReply(Reply):
     def end(self, end: End) -> list[Event]:
         # An answer without text and calls has an empty message.
         kinds = {item["type"] for item in (*self._items, self._open) if item is not None}
-        events = self.text("") if kinds <= {"reasoning"} else []
+        events = self.text("") if kinds <= {"reasoning"} and end.reason != "length" else []
         events += self._close("incomplete" if end.reason == "length" else "completed")
         self._end = end
         body = self.whole()

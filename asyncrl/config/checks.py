@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 
 def require(condition: bool, *, asked: str, found: str, do: str) -> None:
+    """Raises ConfigError unless `condition` holds. For short texts: they are made even where it holds."""
     if not condition:
         raise ConfigError(explain(asked, found, do))
 
@@ -65,12 +66,9 @@ def _bounded_fields(schema: type) -> dict[str, tuple[Any, ...]]:
 
 def require_device(key: str, value: str) -> None:
     """Raises ConfigError: neither auto nor a device such as cpu, cuda, cuda:0."""
-    require(
-        re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value) is not None,
-        asked=f"{key}={value}",
-        found="no device that a model can run on",
-        do=f"set {key} to auto, cpu, cuda or cuda:N",
-    )
+    if re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value) is None:
+        do = f"set {key} to auto, cpu, cuda or cuda:N"
+        raise ConfigError(explain(f"{key}={value}", "no device that a model can run on", do))
 
 
 DEVICES = Path("/dev")
@@ -86,32 +84,24 @@ def has_nvidia_gpu() -> bool:
 
 def require_cuda(key: str, value: str, *, is_available: bool) -> None:
     """`is_available`: `torch.cuda.is_available()`, in the process that needs it."""
-    require(
-        is_available,
-        asked=f"{key}={value}, on the GPU that the run has for this process",
-        found="torch sees no CUDA device here: it is built without CUDA, or the NVIDIA driver is too old for it",
-        do=f"run `python -c 'import torch; torch.zeros(1).cuda()'` on this machine, or set {key}=cpu",
-    )
+    if not is_available:
+        found = "torch sees no CUDA device here: it is built without CUDA, or the NVIDIA driver is too old for it"
+        do = f"run `python -c 'import torch; torch.zeros(1).cuda()'` on this machine, or set {key}=cpu"
+        raise ConfigError(explain(f"{key}={value}, on the GPU that the run has for this process", found, do))
 
 
 def require_url(key: str, url: str, *, schemes: tuple[str, ...] = ("http", "https")) -> None:
     """Raises ConfigError: not empty, and no address of a server."""
-    require(
-        not url or url.startswith(tuple(f"{scheme}://" for scheme in schemes)),
-        asked=f"{key}={url}",
-        found=f"no address of a server ({', '.join(schemes)})",
-        do=f"write {schemes[0]}://HOST:PORT, with a path where it has one",
-    )
+    if url and not url.startswith(tuple(f"{scheme}://" for scheme in schemes)):
+        do = f"write {schemes[0]}://HOST:PORT, with a path where it has one"
+        raise ConfigError(explain(f"{key}={url}", f"no address of a server ({', '.join(schemes)})", do))
 
 
 def require_at_most_one(section: str, **settings: Any) -> None:
     """Raises ConfigError: two settings are given, and each stands for the other."""
-    require(
-        sum(map(bool, settings.values())) <= 1,
-        asked=" and ".join(f"{section}.{key}={value}" for key, value in settings.items()),
-        found="they exclude each other",
-        do="set one of them",
-    )
+    if sum(map(bool, settings.values())) > 1:
+        asked = " and ".join(f"{section}.{key}={value}" for key, value in settings.items())
+        raise ConfigError(explain(asked, "they exclude each other", "set one of them"))
 
 
 def require_one_group(key: str, pattern: str) -> None:
@@ -121,28 +111,19 @@ def require_one_group(key: str, pattern: str) -> None:
         found = f"it has {groups} groups"
     except re.error as error:
         groups, found = 0, f"no regular expression: {error}"
-    require(
-        groups == 1,
-        asked=f"{key}={pattern!r}",
-        found=found,
-        do="write one with one group, such as 'Verdict: (yes|no)'",
-    )
+    if groups != 1:
+        raise ConfigError(explain(f"{key}={pattern!r}", found, "write one with one group, such as 'Verdict: (yes|no)'"))
 
 
 def require_stop_text(key: str, text: str) -> None:
     """Raises ConfigError: no end of a response can be found by this text."""
-    require(
-        bool(text) and "\ufffd" not in text and text.encode(errors="replace").decode() == text,
-        asked=f"{key}={text!r}",
-        found="no text of a response contains it" if text else "an empty text, which every response contains",
-        do="choose texts of at least one character, without U+FFFD and unpaired surrogates",
-    )
+    if not (text and "\ufffd" not in text and text.encode(errors="replace").decode() == text):
+        found = "no text of a response contains it" if text else "an empty text, which every response contains"
+        do = "choose texts of at least one character, without U+FFFD and unpaired surrogates"
+        raise ConfigError(explain(f"{key}={text!r}", found, do))
 
 
 def require_temperature(key: str, value: float) -> None:
-    require(
-        value == 0 or 0.01 <= value <= 2,
-        asked=f"{key}={value}",
-        found="engines sample at 0 (greedy) or from 0.01 to 2",
-        do=f"set {key} within these",
-    )
+    if value != 0 and not 0.01 <= value <= 2:
+        do = f"set {key} within these"
+        raise ConfigError(explain(f"{key}={value}", "engines sample at 0 (greedy) or from 0.01 to 2", do))

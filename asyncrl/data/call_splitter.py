@@ -164,9 +164,7 @@ class ReplySplitter:
     def __init__(self, marks: Thinking | None, form: CallFormat | None) -> None:
         self._marks = marks or Thinking()
         self._calls = None if form is None else CallSplitter(form)
-        # Where several marks close a thought (gpt-oss), a call closes it too.
-        tags = list(form.tags) if form is not None and self._marks.closing.count("<") > 1 else []
-        self._closings = StopTable([self._marks.closing, *tags])
+        self._closings = StopTable([self._marks.closing])
         self._head = None if marks is None else ""
         """Blanks and the start of what may be an opening mark; None: inside a thought, or behind all of them."""
         self._thought: StopStrings | None = None
@@ -190,9 +188,9 @@ class ReplySplitter:
         while piece:
             if self._thought is not None:
                 self._think(self._thought.feed(piece), parts)
-                if (found := self._thought.found) is None:
+                if self._thought.found is None:
                     break
-                piece = self._thought.rest if found == self._marks.closing else found + self._thought.rest
+                piece = self._thought.rest
                 self._thought, self._head, self._is_behind = None, "", True
             elif self._head is not None:
                 head = self._head + piece
@@ -215,8 +213,8 @@ class ReplySplitter:
         parts: list[Part] = []
         if self._thought is not None:
             self._think(self._thought.finish(), parts)
-        elif self._head and not (self._is_behind and self._head.isspace()):
-            self._say(self._head, parts)
+        elif head := (self._head or "").lstrip() if self._is_behind else self._head:
+            self._say(head, parts)
         return joined_parts([*parts, *(() if self._calls is None else self._calls.finish())])
 
     def _open(self) -> None:

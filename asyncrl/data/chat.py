@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -49,10 +50,16 @@ class Chat:
         self._skips = skip_special_tokens
         self._images = None if model.image_directory is None else ImageTokens(model, self._template.image_text)
 
-    @property
-    def thinking(self) -> Thinking:
-        """As `ChatTemplate.thinking`."""
-        return self._template.thinking
+    def thinking(self, prompt_ids: np.ndarray | None = None, start: str = "") -> Thinking | None:
+        """The marks of thoughts in a reply to this prompt, `begun` if it ends inside one. None where several marks
+        close one (gpt-oss): thoughts stay text.
+
+        `start`: of the reply, in the prompt."""
+        marks = self._template.thinking
+        if prompt_ids is not None:
+            text = self._spelled(prompt_ids[-32:], skip=False).rstrip()
+            marks = replace(marks, begun=marks.is_open(start) if start else text.endswith(marks.opening))
+        return None if marks.closing.count("<") > 1 else marks
 
     @property
     def sees_images(self) -> bool:

@@ -115,11 +115,13 @@ class AgentEndpoint:
             try:
                 await asyncio.wait({work, over}, return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.wait({work}, timeout=grace_s)
+                while recorded.is_busy and not work.done():  # concurrent requests below the limit
+                    await asyncio.wait({work}, timeout=grace_s)
                 ended = not work.done()
             finally:
+                # From here on, requests of tasks that the agent left running are refused.
+                recorded.close()
                 await cancel(work, over)
-        # From here on, requests of tasks that the agent left running are refused.
-        recorded.close()
         # A failed generation takes precedence over the agent's own error, which it likely caused.
         returned, error = work.result()
         failure = recorded.failure or (None if recorded.cut else error)

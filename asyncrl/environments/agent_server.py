@@ -21,7 +21,7 @@ from asyncrl.chat.anthropic import COUNT_TOKENS, MESSAGES, without_length
 from asyncrl.chat.connection_limits import ConnectionLimiter, ConnectionLimits
 from asyncrl.chat.dialects import DIALECTS
 from asyncrl.chat.fields import ApiError
-from asyncrl.chat.reply import COMMENT, PING_S, Dialect, Reply, written_parts
+from asyncrl.chat.reply import PING_S, Dialect, Reply, ping_of, written_parts
 from asyncrl.chat.server import Server, address_of, bind, is_local
 from asyncrl.config.environments import AgentConfig
 from asyncrl.environments.agent_requests import CHAT, parse_request
@@ -101,9 +101,10 @@ class AgentServer:
             session = self._session(request)
             return await handler(dialect, session, request)
         except ApiError as error:
+            named = dialect.renamed(error)
             if session is not None:
-                session.refusals.append(error)
-            return _refused(error, dialect)
+                session.refusals.append(named)
+            return _refused(named, dialect)
         except http.ClientLeft:
             return Response(status_code=http.STATUS_CLIENT_LEFT)
         except Exception as error:  # task boundary: the agent gets an error answer, and its trajectory fails
@@ -124,7 +125,8 @@ class AgentServer:
         writer, answering = dialect.reply(MODEL, body), session.begin(asked)
         if asked.stream:
             events = _streamed(session, answering, writer)
-            return http.EventStream(events, events, {})
+            first = await anext(events)  # only a generator that has begun sees the client leave
+            return http.EventStream(_chained(first, events), events, {})
         reply = await http.unless_client_leaves(request.receive, session.read(answering))
         _ = [*writer.begin(answering.prompt_tokens), *written_parts(writer, reply.parts), *writer.end(reply.end)]
         return JSONResponse(writer.whole())
@@ -150,21 +152,30 @@ class AgentServer:
 
 async def _streamed(session: AgentSession, answering: Answering, writer: Reply) -> AsyncGenerator[str, None]:
     """The frames of an answer, with a sign of life every `PING_S` until it is complete."""
-    for name, data in writer.begin(answering.prompt_tokens):
-        yield http.frame(data, name)
     reading = asyncio.create_task(session.read(answering))
     try:
+        for name, data in writer.begin(answering.prompt_tokens):
+            yield http.frame(data, name)
         while not (await asyncio.wait({reading}, timeout=PING_S))[0]:
-            yield COMMENT if writer.ping is None else http.frame(writer.ping[1], writer.ping[0])
+            yield ping_of(writer)
         reply = reading.result()
         for name, data in [*written_parts(writer, reply.parts), *writer.end(reply.end)]:
             yield http.frame(data, name)
         yield writer.done
-    except ApiError as error:
+    except Exception as error:  # noqa: BLE001 - task boundary: the status is sent already
+        if not isinstance(error, ApiError):
+            session.failure = error
+            error = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
         name, data = writer.failed(error)
         yield http.frame(data, name)
     finally:
         await cancel(reading)
+
+
+async def _chained(first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    yield first
+    async for event in events:
+        yield event
 
 
 async def _not_a_route(request: Request, error: Exception) -> Response:
@@ -175,7 +186,6 @@ async def _not_a_route(request: Request, error: Exception) -> Response:
 
 
 def _refused(error: ApiError, dialect: Dialect) -> Response:
-    named = dialect.renamed(error)
-    response = http.error_response(named, dialect.error(named))
+    response = http.error_response(error, dialect.error(error))
     response.headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients would ask again
     return response

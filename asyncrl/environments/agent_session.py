@@ -13,6 +13,7 @@ from asyncrl.chat.fields import ApiError
 from asyncrl.chat.messages import with_names, with_wish
 from asyncrl.chat.reply import End, logprob_of
 from asyncrl.data.call_splitter import CallFormat, Part, ReplySplitter, joined_parts
+from asyncrl.data.rows import Thinking
 from asyncrl.data.tool_calls import CallParser, ToolCall, ToolPrompt, tools_for
 from asyncrl.environments.agent_requests import AgentReply, AgentRequest, reply_of
 from asyncrl.environments.conversation import Conversation
@@ -52,13 +53,19 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class Answering:
-    """A request whose answer is under way, or made. `num_readers`: that wait for it. `is_read`: one has it."""
+    """A request whose answer is under way, or made. `num_readers`: that wait for it. `is_read`: one has it. `end`:
+    gives it up if nobody comes back for it."""
 
     request: AgentRequest
     prompt_tokens: int
     work: asyncio.Task[_Node]
-    num_readers: int = 0
+    num_readers: int = 1
     is_read: bool = False
+    end: asyncio.TimerHandle | None = None
+
+    @property
+    def is_awaited(self) -> bool:
+        return not self.is_read and self.num_readers > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,11 @@ class AgentSession:
         return self.limit_reached.is_set()
 
     @property
+    def is_busy(self) -> bool:
+        """The agent waits for an answer."""
+        return any(asked.is_awaited for asked in self._answering)
+
+    @property
     def told(self) -> str:
         """What the agent has done, for errors."""
         asked, refused = self._answering[-1:], "".join(f"; refused: {error.message}" for error in self.refusals[-1:])
@@ -121,17 +133,21 @@ class AgentSession:
         """The agent has returned: its unfinished requests get errors, and are not in the trajectory."""
         self.closed = True
         for asked in self._answering:
-            if not asked.num_readers:
-                asked.work.cancel()
+            asked.work.cancel()
 
     def judged_text(self, said: str | None) -> str:
         """The text for the reward: `said` by the agent, else the last reply, as rewards read responses. Raises
         ValueError: the agent says what we refused it."""
         assert self.nodes, "no request was answered"
-        refused = [error for error in self.refusals if said is not None and error.message in said]
+        letters = _letters(said or "")
+        refused = [e for e in self.refusals if letters and _letters(e.message.partition("\n")[0]) in letters]
         if refused and refused[-1].code not in LIMITS:
             raise ValueError(f"the agent's result is the text of a refusal: {refused[-1].message}")
-        return self.session.decode(self.nodes[-1].last.token_ids) if said is None or refused else said
+        if said is None or refused:
+            return self.session.decode(self.nodes[-1].last.token_ids)
+        # Rewards look for the end of a thought that the prompt begins; what the agent says is behind it.
+        marks = self.session.chat.thinking()
+        return said if marks is None or not marks.begun or marks.closing in said else marks.closing + said
 
     def trajectory(self, result: RewardResult) -> Trajectory:
         """The branch of the last request. Its parts count requests and branches.
@@ -173,15 +189,20 @@ class AgentSession:
         return await self.read(self.begin(request))
 
     def begin(self, request: AgentRequest) -> Answering:
-        """Starts the answer. A request that was sent again has the answer of the first time, unless another request
-        continued it.
+        """Starts the answer, which the caller has to `read`. A request that was sent again has the answer of the first
+        time, unless another request continued it.
 
-        Raises ApiError: a limit is reached, or the model's chat format cannot express the messages."""
+        Raises ApiError: a limit is reached, the model's chat format cannot express the messages, or the agent has
+        returned."""
+        self._require_open()
         request = replace(request, messages=self._stored(request))
         repeated, request = request.is_repeated or bool(request.key), replace(request, is_repeated=False)
         if repeated and (again := self._asked_before(request)) is not None:
+            again.num_readers += 1
+            if again.end is not None:
+                again.end.cancel()
             return again
-        if self.num_requests + sum(not a.is_read and a.num_readers for a in self._answering) >= self.max_turns.requests:
+        if self.num_requests + sum(a.is_awaited for a in self._answering) >= self.max_turns.requests:
             found = f"{self.num_requests} requests were answered, {self.max_turns.key}={self.max_turns.requests}"
             raise self._refused(f"{found}; end here", "max_turns")
         # Find the place in the tree, and check its room before anything is sampled.
@@ -205,17 +226,17 @@ class AgentSession:
         """Waits for the reply, and records it. If all readers leave, it is given up after `REJOIN_S`.
 
         Raises ApiError: the generation failed, or the agent has returned."""
-        asked.num_readers += 1
         try:
             node = await asyncio.shield(asked.work)
         except asyncio.CancelledError:
-            asyncio.get_running_loop().call_later(REJOIN_S, self._give_up, asked)
+            self._require_open()
+            if asked.num_readers == 1:
+                asked.end = asyncio.get_running_loop().call_later(REJOIN_S, self._give_up, asked)
             raise
         finally:
             asked.num_readers -= 1
         # The agent may have returned during the generation: a reply that nobody reads must not be trained.
-        if self.closed:
-            raise ApiError(409, "the agent of this conversation has returned")
+        self._require_open()
         if not asked.is_read:
             asked.is_read = True
             self.nodes.append(node)
@@ -228,9 +249,12 @@ class AgentSession:
         return len(self._placed(request, self._continued(request))[0].token_ids)
 
     def _give_up(self, asked: Answering) -> None:
-        if not asked.num_readers and not asked.is_read and asked in self._answering:
-            asked.work.cancel()
-            self._answering.remove(asked)
+        asked.work.cancel()
+        self._answering.remove(asked)
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ApiError(409, "the agent of this conversation has returned")
 
     def _refused(self, message: str, code: str, param: str | None = None) -> ApiError:
         self.limit_reached.set()
@@ -248,13 +272,13 @@ class AgentSession:
         asked = conversation.token_ids
         try:
             made = await self.session.generate(asked, limit, request.stop)
+            conversation.add_response(made)
+            further = self._token_fields(request, made)
+            end = End(made.finish_reason, len(asked), len(made.token_ids), made.segments[-1].version, of_choice=further)
+            reply = reply_of(self._parts(request, made), number, end)
         except Exception as error:
             self.failure = error
             raise ApiError(500, f"the generation failed: {error}", code="generation_failed") from error
-        conversation.add_response(made)
-        further = self._token_fields(request, made)
-        end = End(made.finish_reason, len(asked), len(made.token_ids), made.segments[-1].version, of_choice=further)
-        reply = reply_of(self._parts(request, made), number, end)
         tools = request.tools or (() if parent is None else parent.tools)
         messages = *request.messages, reply.message
         return _Node(number, messages, tools, conversation, made, prompt_tokens, parent, request.stop, reply)
@@ -263,13 +287,15 @@ class AgentSession:
         """Thoughts, text and calls of a reply."""
         chat = self.session.chat
         form = CallFormat(self.parser, request.signatures, request.one_call) if request.tools else None
-        splitter = ReplySplitter(chat.thinking, form)
+        start = request.messages[-1]["content"] if request.messages[-1]["role"] == "assistant" else ""
+        splitter = ReplySplitter(chat.thinking(made.prompt_ids, start), form)
         said = _up_to(chat.decode_turn(made.token_ids), request.stop)
         parts = joined_parts([*splitter.feed(said), *splitter.finish()])
         if said == _up_to(chat.decode_text(made.token_ids), request.stop):
             return list(parts)
         # Special tokens, in which some formats write calls and thoughts, are left out of the text.
-        return [p if isinstance(p, ToolCall) else type(p)(chat.decode_text(chat.encode(p))) for p in parts]
+        told = (p if isinstance(p, ToolCall) else type(p)(chat.decode_text(chat.encode(p))) for p in parts)
+        return [part for part in told if part]
 
     def _token_fields(self, request: AgentRequest, made: Generation) -> dict[str, Any]:
         """What a choice has on request, by vLLM's names: ids and log-probabilities of the tokens."""
@@ -305,10 +331,11 @@ class AgentSession:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
 
     def _asked_before(self, request: AgentRequest) -> Answering | None:
-        """The last equal request, if no other continued its reply."""
+        """The last equal request whose reply no other continued, first one that lost its reader."""
         continued = {id(node.parent) for node in self.nodes}
-        same = (asked for asked in self._answering[::-1] if asked.request == request)
-        return next((a for a in same if not (a.is_read and id(a.work.result()) in continued)), None)
+        same = [asked for asked in self._answering[::-1] if asked.request == request]
+        left = (a for a in same if not (a.is_read and id(a.work.result()) in continued))
+        return min(left, key=lambda a: (a.is_read, a.is_awaited), default=None)
 
     def _continued(self, request: AgentRequest) -> _Node | None:
         """The longest node that the request continues; of equally long ones the one whose messages it repeats to the
@@ -337,7 +364,8 @@ class AgentSession:
     def _plain(self, message: Mapping[str, Any], stop: Sequence[str]) -> str:
         if message["role"] != "assistant":
             return message["content"].strip()
-        text = message["content"].rpartition(self.session.chat.thinking.closing)[2].strip()
+        marks = self.session.chat.thinking() or Thinking()
+        text = message["content"].rpartition(marks.closing)[2].strip()
         return " ".join(_up_to(text, stop).split())
 
     def _parting(self, branches: Sequence[Sequence[_Node]]) -> str:
@@ -363,6 +391,11 @@ def _recorded(replies: Sequence[_Node]) -> Trajectory:
 
 def _calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+
+
+def _letters(text: str) -> str:
+    """Without signs, which clients escape."""
+    return "".join(filter(str.isalnum, text))
 
 
 def _up_to(text: str, stop: Sequence[str]) -> str:

@@ -88,7 +88,8 @@ class RolloutSession:
         number = len(self._calls)
         prompt_ids = np.array(prompt_ids, np.int32)  # a copy: the environment may change its own array
         # Replay: a finished call of the record is returned as it is.
-        prior = self._recorded(prompt_ids)
+        limit = min(max_tokens or self._sampling.max_tokens, self._sampling.max_tokens)
+        prior = self._recorded(prompt_ids, limit)
         if prior is not None and prior.finish_reason != "abort":
             self._calls.append(prior)
             return prior
@@ -99,8 +100,8 @@ class RolloutSession:
         draft = Draft(prior, self.spans, None if texts is None else texts.follow(prompt_ids[-8:].tolist()))
         self._calls.append(_OpenCall(prompt_ids, draft))
         sampling = self._sampling
-        if max_tokens is not None and max_tokens < sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=max_tokens)
+        if limit < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=limit)
         self._calls[number] = made = await self._tools.client.generate(
             prompt_ids,
             sampling,
@@ -135,10 +136,16 @@ class RolloutSession:
             await asyncio.sleep(REFUSED_S)
             raise GenerationError("this attempt has ended: it failed, was too slow, or was given up")
 
-    def _recorded(self, prompt_ids: np.ndarray) -> Generation | None:
-        """Takes the first recorded call with this prompt: an agent's concurrent requests come in any order."""
-        same = (i for i, call in enumerate(self._replay) if np.array_equal(call.prompt_ids, prompt_ids))
-        return None if (found := next(same, None)) is None else self._replay.pop(found)
+    def _recorded(self, prompt_ids: np.ndarray, limit: int) -> Generation | None:
+        """Takes the first recorded call with this prompt and limit, if possible one that had ended: an agent's
+        concurrent requests come in any order."""
+        same = [
+            (call.finish_reason == "abort", i)
+            for i, call in enumerate(self._replay)
+            if np.array_equal(call.prompt_ids, prompt_ids)
+            and (len(call.token_ids) == limit if call.finish_reason == "length" else len(call.token_ids) <= limit)
+        ]
+        return self._replay.pop(min(same)[1]) if same else None
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncrl.chat.fields import ApiError
 from asyncrl.data.call_splitter import CallFormat, joined_parts
+from asyncrl.data.rows import Thinking
 from asyncrl.errors import AsyncRLError, BadRequest
 from asyncrl.remote.tasks import cancel
 from asyncrl.serving.choice import Choice, ChoiceForm, Delta, Finished
@@ -32,8 +33,9 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
     """Prompts ([P] int32 each) that fit the model, and how to continue them. Choice `i` belongs to prompt `i //
-    options.n`. `calls`: how the reply may call tools. `json_schema`: guides the reply. `near`: the replica of the
-    previous turn. `only`: no other replica may answer."""
+    options.n`. `calls`: how the reply may call tools. `thinking`: marks of its thoughts, if they leave apart from the
+    text. `json_schema`: guides the reply. `near`: the replica of the previous turn. `only`: no other replica may
+    answer."""
 
     prompts: tuple[np.ndarray, ...]
     options: Options
@@ -42,6 +44,7 @@ class Question:
     near: int | None = None
     only: int | None = None
     calls: CallFormat | None = None
+    thinking: Thinking | None = None
     json_schema: str | None = None
 
     def within(self, max_model_len: int) -> Question:
@@ -98,7 +101,7 @@ async def answer(
         the deadline passed.
     """
     options, loop = question.options, asyncio.get_running_loop()
-    form = ChoiceForm(text, options, question.calls)
+    form = ChoiceForm(text, options, question.calls, question.thinking)
     samplings = [sampling_of(options, len(p), text, question.json_schema) for p in question.prompts]
     seed = secrets.randbits(63) if options.seed is None else options.seed
     events: asyncio.Queue[Event | BaseException] = asyncio.Queue()

@@ -224,7 +224,11 @@ class Api:
             single = is_guided or not asked.parallel_tool_calls
             calls = await asyncio.to_thread(CallFormat, parser, signatures(tools), single)
         question = self._question(request, (prompt,), asked)
-        return replace(question, calls=calls, json_schema=guide)
+        start = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+        thinking = (
+            self.model.text.thinking(prompt, start) if guide is None else None
+        )  # a guide begins at the first token
+        return replace(question, calls=calls, json_schema=guide, thinking=thinking)
 
     async def _completion(self, request: Request) -> Response:
         asked = parsed(CompletionRequest, await self._body(request))

@@ -12,7 +12,6 @@ from typing import Any
 from asyncrl.chat.fields import ApiError
 from asyncrl.chat.http import frame
 from asyncrl.chat.reply import (
-    COMMENT,
     DONE,
     PING_S,
     End,
@@ -23,6 +22,7 @@ from asyncrl.chat.reply import (
     head,
     logprob_of,
     made_call,
+    ping_of,
     usage,
     written_parts,
 )
@@ -212,10 +212,10 @@ class DialectBodies:
         if isinstance(event, Finished):
             events += self._reply.end(self._end(event))
         # No event while a call is generated: a ping keeps proxies from closing the connection.
-        now, ping = self._clock(), self._reply.ping
+        now = self._clock()
         frames = [frame(data, name) for name, data in events]
         if not frames and now - self._sent_at >= PING_S:
-            frames = [COMMENT if ping is None else frame(ping[1], ping[0])]
+            frames = [ping_of(self._reply)]
         if frames:
             self._sent_at = now
         return iter(frames)

@@ -78,11 +78,13 @@ class ChoiceForm:
             written with them.
     """
 
-    def __init__(self, text: ModelText, options: Options, calls: CallFormat | None) -> None:
+    def __init__(
+        self, text: ModelText, options: Options, calls: CallFormat | None, thinking: Thinking | None = None
+    ) -> None:
         self.options = options
         self.stops = StopTable(options.stop)
         self.calls = calls
-        self.thinking: Thinking | None = text.thinking if options.splits_thoughts else None
+        self.thinking = thinking
         marks = () if self.thinking is None else (self.thinking.opening, self.thinking.closing)
         hidden = options.skip_special_tokens and not text.hides((*marks, *(() if calls is None else calls.marks)))
         self.decode: Decode = text.decode if hidden else text.decode_with_special_tokens

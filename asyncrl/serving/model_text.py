@@ -98,10 +98,9 @@ class ModelText:
             found += f", at most {self._max_characters} characters"
             raise ApiError(400, f"{found}; shorten the text", param=param, code="context_length_exceeded")
 
-    @property
-    def thinking(self) -> Thinking:
-        """The marks of thoughts in replies to chats."""
-        return self._chat.thinking
+    def thinking(self, prompt_ids: np.ndarray, start: str) -> Thinking | None:
+        """As `Chat.thinking`."""
+        return self._chat.thinking(prompt_ids, start)
 
     def hides(self, texts: Iterable[str]) -> bool:
         """Whether one of these texts has a special token, which `decode` omits."""

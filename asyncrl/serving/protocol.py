@@ -7,7 +7,7 @@ or an empty list.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -143,8 +143,6 @@ class Options(Served):
 
     harmless = HARMLESS
     information = INFORMATION
-    splits_thoughts: ClassVar[bool] = True
-    """Thoughts leave apart from the text."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] = 1
@@ -227,8 +225,6 @@ class ChatRequest(Options):
 
 
 class CompletionRequest(Options):
-    splits_thoughts = False
-
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptText | PromptIds | Prompts)]
     max_tokens: Length | None = 16
 

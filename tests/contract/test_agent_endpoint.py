@@ -309,6 +309,26 @@ async def test_an_agent_that_exits_when_it_is_cut_off_is_one_that_was_cut_off(ru
     assert (trajectory.finish_reason, trajectory.turns) == ("length", 2)
 
 
+async def asks_at_once(base_url, api_key, task):
+    client, messages = client_of(base_url, api_key), [{"role": "user", "content": "go"}]
+    found = await asyncio.gather(*(ask(client, messages) for _ in range(5)), return_exceptions=True)
+    return " ".join(sorted(text for text in found if isinstance(text, str)))
+
+
+async def test_concurrent_requests_keep_the_limit_and_those_below_it_are_waited_for(run, monkeypatch):
+    generate = ScriptedSession.generate
+
+    async def late(self, *args):
+        await asyncio.sleep(0.5)
+        return await generate(self, *args)
+
+    monkeypatch.setattr(ScriptedSession, "generate", late)
+    overrides = ["rollout.agent.max_turns=2", "rollout.agent.grace_s=0.1"]
+    trajectory, session = await run(asks_at_once, *"abcde", overrides=overrides)
+    assert (trajectory.finish_reason, session.rewarded) == ("length", ["a b"])
+    assert dict(trajectory.reward_parts)["agent_requests"] == 2
+
+
 @pytest.mark.parametrize("agent", [asks_again_and_again, answers_with_the_refusal])
 async def test_after_a_limit_an_agent_is_ended_and_the_policys_last_reply_is_judged(run, agent):
     overrides = ["rollout.agent.max_turns=2", "rollout.agent.grace_s=0.2"]

@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.commands.doctor import main
 from asyncrl.config import checks
-from asyncrl.driver.doctor import machine
+from asyncrl.driver.doctor import examination as machine
 from asyncrl.driver.doctor.examination import Observation, examine, guarded
 from tests.make import QUICKSTART, quickstart
 from tests.processes import ran

@@ -93,6 +93,7 @@ async def test_concurrent_requests_come_in_any_order_in_a_replay():
     again = RolloutSession(SessionTools(Client(None), chat, score), SamplingParams(max_tokens=9), "", 0, made)
     assert await again.generate(np.array([1, 3])) is made[1]
     assert again.calls == (made[1], made[0])
+    assert again._recorded(np.array([1, 2]), 1) is None, "of a request with a lower limit"
     assert await again.generate(np.array([1, 2])) is made[0]
     assert again.calls == (made[1], made[0])
 

@@ -18,7 +18,7 @@ from asyncrl.environments.environment import TrajectoryLimits
 from asyncrl.rewards import RewardResult
 from asyncrl.rollout.sample_files import SampleFile
 from asyncrl.types import Generation, Segment
-from tests.environments import chat_with, task_of
+from tests.environments import QWEN, chat_with, task_of
 from tests.make import begun
 
 CHAT = chat_with()
@@ -314,11 +314,11 @@ def test_requests_are_answered_concurrently_and_stand_in_the_order_in_which_they
     session = AgentSession(policy, LIMITS, TurnLimit(2, "max_turns"), "hermes", all_branches=True)
 
     async def agent():
-        first, second = [await begun(session.answer(asks(text))) for text in "ab"]
-        await asyncio.sleep(0)
+        first, second = [asyncio.create_task(session.read(session.begin(asks(text)))) for text in "ab"]
         with pytest.raises(ApiError, match="max_turns"):  # two are under way
             session.begin(asks("c"))
         for text, reply in (("b", second), ("a", first)):
+            await asyncio.sleep(0)
             policy.gates[text].set()
             await reply
 
@@ -364,13 +364,66 @@ def test_an_answer_that_nobody_comes_back_for_is_given_up(monkeypatch):
     assert len(policy.made) == len(session.nodes) == 1
 
 
+THINKS = QWEN.replace("<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\n<think>\\n' }}")
+
+
+def test_a_template_that_begins_the_thought():
+    """Its reply begins inside; what the agent says of it is judged as what is behind."""
+    chat = chat_with(THINKS)
+    assert chat.thinking().begun
+    policy = Policy(["hm</think>4", "done"])
+    policy.chat = chat
+    session = AgentSession(policy, LIMITS, TurnLimit(9, "max_turns"), "hermes")
+    reply = asyncio.run(session.answer(asks("a")))
+    assert (reply.message["content"], reply.message["reasoning_content"]) == ("4", "hm")
+    assert session.judged_text("4") == "</think>4"
+    assert session.judged_text(None) == "hm</think>4"
+    question = chat.prompt([{"role": "user", "content": "a"}])
+    found = [chat.thinking(question, start).begun for start in ("", "<think>\nhm", "The answer")]
+    assert found == [True, True, False]
+    assert not chat.thinking(chat.encode("a<|im_end|>\n<|im_start|>assistant\n")).begun, "behind a result of a tool"
+
+
+def test_a_retry_takes_the_answer_that_lost_its_reader():
+    policy = Gated(["one", "two"])
+    session = AgentSession(policy, LIMITS, TurnLimit(3, "max_turns"), "hermes", all_branches=True)
+
+    async def agent():
+        lost, other = [await begun(session.answer(asks("a"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        lost.cancel()
+        await asyncio.sleep(0)
+        joined = await begun(session.answer(asks("a", is_repeated=True)))
+        policy.gates["a"].set()
+        return (await joined).message["content"], (await other).message["content"]
+
+    assert asyncio.run(agent()) == ("one", "two")
+    assert len(session.nodes) == 2
+
+
+def test_the_end_of_an_agent_ends_its_answers():
+    policy = Gated(["one"])
+    session = AgentSession(policy, LIMITS, TurnLimit(3, "max_turns"), "hermes")
+
+    async def agent():
+        waiting = await begun(session.answer(asks("a")))
+        await asyncio.sleep(0)
+        session.close()
+        for late in (waiting, session.answer(asks("b"))):
+            with pytest.raises(ApiError, match="has returned"):
+                await late
+
+    asyncio.run(agent())
+    assert not policy.made
+
+
 def test_the_text_of_a_refusal_is_never_judged():
     session = AgentSession(Policy(["said"]), LIMITS, TurnLimit(1, "max_turns"), "hermes")
     asyncio.run(session.answer(asks("a")))
     with pytest.raises(ApiError) as limit:
         session.begin(asks("a"))
     session.refusals.append(limit.value)
-    assert session.judged_text(f"Error: {limit.value}") == "said"
+    assert session.judged_text(f"Error: {str(limit.value)!r}") == "said"
     session.refusals.append(ApiError(400, "n: leave the field out", code="unsupported_parameter"))
     with pytest.raises(ValueError, match="text of a refusal: n: leave"):
         session.judged_text("n: leave the field out")

@@ -9,7 +9,9 @@ from packaging.requirements import Requirement
 from tests.make import ROOT
 from tools.lock import PINS, TORCH
 
-LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+OTHERS = ("harnesses",)
+"""Environments without asyncrl."""
+LOCKS = sorted(path for path in (ROOT / "requirements").glob("*.lock") if path.stem not in OTHERS)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -34,7 +34,6 @@ from asyncrl.data.rows import PromptRow
 from asyncrl.driver import preflight
 from asyncrl.driver.cluster.placement import joined_address, place_run, words
 from asyncrl.driver.cluster.ray_session import ray_cluster
-from asyncrl.driver.doctor import machine
 from asyncrl.driver.memory_plan import computes_here, ranks_memory, served_bytes
 from asyncrl.driver.preflight import sees_gpus
 from asyncrl.errors import AsyncRLError, Process
@@ -212,7 +211,7 @@ def examine(path: Path, overrides: list[str], *, use_hub: bool = True, use_ray: 
         use_hub: look up models and data on the hub, which downloads tokenizer and data.
         use_ray: start Ray, or join its cluster.
     """
-    yield from guarded("versions", machine.check_versions)
+    yield from guarded("versions", check_versions)
     read: list[Loaded] = []
     yield from guarded("recipe", lambda: read.append(load(path, overrides)))
     for loaded in read:
@@ -224,11 +223,11 @@ def examine(path: Path, overrides: list[str], *, use_hub: bool = True, use_ray: 
 def _of_recipe(loaded: Loaded, path: Path, *, use_hub: bool, use_ray: bool) -> Iterator[Observation]:
     recipe = loaded.recipe
     yield from guarded("packages", lambda: preflight.check_packages(recipe))
-    yield from guarded("packages", machine.check_compiled)
-    yield from guarded("GPUs", lambda: machine.check_gpus(recipe))
-    yield from guarded("shared memory", machine.check_shared_memory)
-    yield from guarded("open files", lambda: machine.check_files(recipe))
-    yield from guarded("network", machine.check_address)
+    yield from guarded("packages", check_compiled)
+    yield from guarded("GPUs", lambda: check_gpus(recipe))
+    yield from guarded("shared memory", check_shared_memory)
+    yield from guarded("open files", lambda: check_files(recipe))
+    yield from guarded("network", check_address)
     passed: list[preflight.Preflight] = []
     yield from guarded("plan", lambda: _plan(recipe, passed, use_hub=use_hub))
     for found in passed:
@@ -261,10 +260,10 @@ def _sizes(recipe: Recipe, found: preflight.Preflight, path: Path) -> Iterator[O
     if ranks and weights and computes_here(recipe):
         largest = max(memory.peak or memory.total for memory in ranks)
         replicas = 0 if ENGINES[recipe.rollout.engine].elsewhere else recipe.rollout.num_replicas
-        yield machine.check_memory(largest * trainer.num_ranks + weights * replicas)
+        yield check_memory(largest * trainer.num_ranks + weights * replicas)
     checkpoint = sum((memory.weights + memory.optimizer) * trainer.shard_ranks for memory in ranks[:1])
     directory = Path(recipe.run.dir or Path("runs") / (recipe.run.name or path.stem))
-    yield machine.check_disk(directory, checkpoint * (recipe.checkpoint.keep + 1))
+    yield check_disk(directory, checkpoint * (recipe.checkpoint.keep + 1))
 
 
 def _wandb() -> Iterator[Observation]:
