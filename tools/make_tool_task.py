@@ -55,7 +55,7 @@ CHAT_TEMPLATE = (
 class ToolSettings:
     """Everything that decides the outcome."""
 
-    task: Literal["tool", "interleaved", "code", "harness"] = "tool"
+    task: Literal["tool", "interleaved", "code", "harness", "swe"] = "tool"
     seed: int = 0
     num_study: int = 8192
     """Sums of which `study_share` are computed, by a call or a program; the others are guessed."""
@@ -64,9 +64,10 @@ class ToolSettings:
     study_share: float = 0.7
     messy_share: float = 0.12
 
-    def key(self) -> str:
+    def key(self, *files: str) -> str:
+        """`files`: of which the outcome depends, too."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
-        for file in (__file__, str(make_tiny_model.__file__), str(harness_model.__file__)):
+        for file in (__file__, str(make_tiny_model.__file__), str(harness_model.__file__), *files):
             digest.update(Path(file).read_bytes())
         return digest.hexdigest()
 
@@ -120,7 +121,7 @@ def _program(tokenizer: PreTrainedTokenizerFast, task: Sum, *, computed: bool) -
     messages = [{"role": "user", "content": task.question}]
     prompt = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     response = f"```python\nprint({task.expression if computed else task.guess})\n```{END}"
-    return _joined(tokenizer, [(prompt, False), (response, True)])
+    return joined(tokenizer, [(prompt, False), (response, True)])
 
 
 def _conversation(tokenizer: PreTrainedTokenizerFast, task: Sum, *, computed: bool) -> Example:
@@ -134,7 +135,7 @@ def _conversation(tokenizer: PreTrainedTokenizerFast, task: Sum, *, computed: bo
         parts.append((f"{OPEN}{task.expression}{CLOSE}{END}", True))
         parts.append((f"\n<|im_start|>tool\n{task.answer}<|im_end|>\n<|im_start|>assistant\n", False))
     parts.append((f"Answer: {task.answer if computed else task.guess}{END}", True))
-    return _joined(tokenizer, parts)
+    return joined(tokenizer, parts)
 
 
 def _interleaved(tokenizer: PreTrainedTokenizerFast, task: Sum, *, computed: bool) -> Example:
@@ -145,13 +146,13 @@ def _interleaved(tokenizer: PreTrainedTokenizerFast, task: Sum, *, computed: boo
         parts.append((f"<tool>{task.expression}</tool>", True))
         parts.append((f"<result>{task.answer}</result>", False))
     parts.append((f"Answer: {task.answer if computed else task.guess}{END}", True))
-    return _joined(tokenizer, parts)
+    return joined(tokenizer, parts)
 
 
 _EXAMPLES: dict[str, Callable[..., Example]] = {"tool": _conversation, "interleaved": _interleaved, "code": _program}
 
 
-def _joined(tokenizer: PreTrainedTokenizerFast, parts: Sequence[tuple[str, bool]]) -> Example:
+def joined(tokenizer: PreTrainedTokenizerFast, parts: Sequence[tuple[str, bool]]) -> Example:
     """Texts, and whether they are trained."""
     ids: list[int] = []
     trained: list[bool] = []
@@ -162,7 +163,7 @@ def _joined(tokenizer: PreTrainedTokenizerFast, parts: Sequence[tuple[str, bool]
     return Example(ids, trained)
 
 
-def make_model(out: Path, settings: ToolSettings) -> None:
+def make_model(out: Path, settings: ToolSettings, key: str, make: Making) -> None:
     """`out` appears, or is replaced, only when all of it is done."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
@@ -170,8 +171,8 @@ def make_model(out: Path, settings: ToolSettings) -> None:
         if settings.task == "harness":
             harness_model.save(partial, settings.seed)
         else:
-            _save_taught(partial, settings)
-        record = {"key": settings.key(), "settings": asdict(settings)}
+            _save_taught(partial, settings, make)
+        record = {"key": key, "settings": asdict(settings)}
         (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         if out.exists():
             shutil.rmtree(out)
@@ -180,17 +181,17 @@ def make_model(out: Path, settings: ToolSettings) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _save_taught(directory: Path, settings: ToolSettings) -> None:
+def _save_taught(directory: Path, settings: ToolSettings, make: Making) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.set_num_threads(min(MAX_THREADS, torch.get_num_threads()))
-    tokenizer = build_tokenizer()
+    tokenizer = make.tokenizer()
     tiny = Settings(seed=settings.seed)
     model = build_model(tiny, tokenizer)
-    examples = corpus(tokenizer, settings)
+    examples = make.corpus(tokenizer, settings)
     print(f"warming up {sum(p.numel() for p in model.parameters())} parameters on {len(examples)} examples", flush=True)
     warm_up(model.train(), examples, tiny)
     model.save_pretrained(directory)
@@ -233,15 +234,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_messy=max(1, round(options.share * settings.num_messy)),
     )
     write_data(options.data, options.task, options.num_train, options.num_test, options.seed)
-    record = out / RECORD
+    return made(out, settings, Making(build_tokenizer, corpus))
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What a model is made of; `file`: where that is written, if not here."""
+
+    tokenizer: Callable[[], PreTrainedTokenizerFast]
+    corpus: Callable[[PreTrainedTokenizerFast, ToolSettings], list[Example]]
+    file: str = __file__
+
+
+def made(out: Path, settings: ToolSettings, make: Making) -> int:
+    """Makes the model unless it is there. Returns the exit code: 2 when `out` holds something else."""
+    record, key = out / RECORD, settings.key(make.file)
     if out.exists() and not record.is_file():
         print(f"{out} exists and was not written by this tool: name another directory", file=sys.stderr)
         return 2
-    if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["key"] == settings.key():
+    if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["key"] == key:
         print(f"{out} is up to date")
         return 0
     started_s = time.monotonic()
-    make_model(out, settings)
+    make_model(out, settings, key, make)
     print(f"wrote {out} in {time.monotonic() - started_s:.0f} s")
     return 0
 

@@ -80,12 +80,14 @@ def _limits(directory: Path) -> Limits:
     try:
         config = json.loads((directory / CONFIG).read_bytes())
         recipe = config["recipe"]
+        rollout = recipe["rollout"]
         found = {
             "groups_per_step": recipe["batch"]["groups_per_step"],
             "max_lag": config["resolved"]["max_lag"],
             "max_steps": recipe["run"]["max_steps"],
             "replicas": recipe["rollout"]["num_replicas"],
             "verify": recipe["weights"]["verify"],
+            "sandboxes": rollout.get("num_rollouters", 1) * rollout.get("agent", {}).get("max_programs", 0),
         }
         return from_plain(Limits, found)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

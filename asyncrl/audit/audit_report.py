@@ -43,13 +43,14 @@ class Rollback:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits in the recipe of the run; a resume cannot change the first two. `verify`: which publishes carry
-    digests."""
+    digests. `sandboxes`: most at the same time; 0: of no environment."""
 
     groups_per_step: Whole
     max_lag: Whole
     max_steps: Whole
     replicas: Whole
     verify: str
+    sandboxes: Whole = 0
 
 
 @dataclass(frozen=True, slots=True)

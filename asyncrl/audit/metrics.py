@@ -55,6 +55,10 @@ def _wrong_counts(record: Mapping[str, Any], step: int, audit: Audit) -> Iterato
         yield f"the queue does not balance: {counts}"
     elif counts["trained"] != step * limits.groups_per_step:
         yield f"{counts['trained']} groups trained after step {step}, not {step * limits.groups_per_step}"
+    if Metric.SANDBOXES.of("live") in record:
+        live, opened, closed = (record[Metric.SANDBOXES.of(state)] for state in ("live", "opened", "closed"))
+        if not 0 <= live == opened - closed <= limits.sandboxes:
+            yield f"{live} sandboxes live, {opened} opened, {closed} closed; at most {limits.sandboxes} may live"
     lag, (bound, announced) = record[Metric.LAG_MAX], audit.lags.get(step - 1, (limits.max_lag, None))
     if not 0 <= lag <= min(limits.max_lag, bound):
         yield f"lag {lag}; by the events at most {min(limits.max_lag, bound)}"

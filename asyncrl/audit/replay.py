@@ -319,7 +319,7 @@ class Audit:
 
     def _on_start(self, event: events.RunStarted) -> None:
         limits = event.groups_per_step, event.max_lag, event.max_steps, event.replicas, event.verify
-        before, self.limits = self.limits, Limits(*limits)
+        before, self.limits = self.limits, Limits(*limits, self.limits.sandboxes)
         self._max_lag = self.limits.max_lag
         fixed = [(limits.groups_per_step, limits.max_lag) for limits in (before, self.limits)]
         if self.starts and event.resumed and fixed[0] != fixed[1]:

@@ -30,7 +30,7 @@ _TAKEN = """
     rollout.interleaved_tool_use.open rollout.interleaved_tool_use.close rollout.interleaved_tool_use.result_open
     rollout.interleaved_tool_use.result_close rollout.interleaved_tool_use.describe_tools
     rollout.gymnasium.actions rollout.gymnasium.action_pattern
-    rollout.openenv.action rollout.openenv.action_tag rollout.openenv.observation
+    rollout.agent.sandbox.solution rollout.openenv.action rollout.openenv.action_tag rollout.openenv.observation
     reward.pattern reward.group.pairwise reward.judge.prompt reward.judge.answers reward.judge.pattern
     reward.judge.pairwise eval.pass_at
     resume data.train data.options data.mixture data.eval run.name run.dir
@@ -65,6 +65,9 @@ ASKED = {
     "rollout.gymnasium.kwargs": "arguments of code",
     "rollout.verifiers.env": "packages of environments to import",
     **dict.fromkeys(("rollout.agent.command", "rollout.tool_use.mcp"), "programs to start, or other machines"),
+    **dict.fromkeys(("rollout.agent.sandbox.check", "rollout.agent.sandbox.options"), "programs to start"),
+    **dict.fromkeys(("rollout.agent.sandbox.backend", "rollout.agent.sandbox.image"), "a protection less, or code"),
+    **dict.fromkeys(("rollout.agent.sandbox.files", "rollout.agent.sandbox.readable"), _FILE),
     **dict.fromkeys(("ray.address", "reward.remote.url", "rollout.openenv.url", "rollout.remote.urls"), _MACHINE),
     **dict.fromkeys(("rollout.agent.host", "rollout.agent.advertise", "rollout.serve.host"), "an address to listen on"),
     **dict.fromkeys(("ray.env", "rollout.remote.api_key_env"), "environment variables"),

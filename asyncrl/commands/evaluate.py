@@ -195,11 +195,13 @@ def load_evaluation(arguments: argparse.Namespace, found: FoundCheckpoint | None
     unused = "weights", "observability", "teacher", "judge", "trainer.lora", "reward.judge", "reward.group"
     for key in (*unused, "algorithm.kl", "algorithm.critic", "algorithm.distillation"):  # models may no longer exist
         sections = _without(sections, key)
+    rollout = sections.get("rollout", {})
     require(
         sections.get("reward", {}).get("function") != "zero"
         or arguments.reward is not None
-        or (environment := str(sections.get("rollout", {}).get("environment"))) in JUDGES
-        or ":" in environment,
+        or (environment := str(rollout.get("environment"))) in JUDGES
+        or ":" in environment
+        or bool(rollout.get("agent", {}).get("sandbox", {}).get("check")),
         asked="an evaluation with reward.function=zero",
         found="it judges nothing, and an evaluation asks neither a judge nor rewards of groups",
         do="pass --reward NAME",

@@ -123,6 +123,48 @@ class InterleavedConfig:
             )
 
 
+@section("rollout.agent.sandbox.")
+class SandboxConfig:
+    backend: str = "none"
+    """Where the program of `rollout.agent.command` runs. none: as a process of this machine with the rights of the run.
+    local: confined on this machine (Linux). docker, podman, apptainer: in a container. Or `package.module:Name` of
+    your own (docs/environments.md)."""
+    image: str = ""
+    """Image of the containers, with tar in it. For apptainer also a file."""
+    options: list[str] = field(default_factory=list)
+    """Further options of `docker run`, `podman run` or `apptainer exec`. Without one for the network, containers have
+    that of the machine."""
+    files: str = ""
+    """Directory that each sandbox gets a copy of as its working directory. A row may name a directory below it, as
+    `files` in its `extra_info`. Empty: the image has the files."""
+    readable: list[str] = field(default_factory=list)
+    """Files and directories of this machine that a sandbox may read, at the same path, such as a virtual environment.
+    Files in the command are among them."""
+    check: list[str] = field(default_factory=list)
+    """Command that judges what the agent has done, such as `[python3, -m, pytest, -q]`. With reward zero its exit code
+    decides: 1 for 0, else 0. Any other reward gets its standard output as the response."""
+    solution: list[str] = field(default_factory=list)
+    """Files and directories that the agent may change, relative to its working directory. For the check all else is as
+    it was at first."""
+    start_timeout_s: Positive = 60.0
+    """Longest time for the start of a sandbox, its reset or its end; the attempt then fails."""
+    check_timeout_s: Positive = 60.0
+    """Longest time for the check, which has then failed."""
+    memory_bytes: PositiveInt = 1 << 32
+    """Of backend local: private memory of one process."""
+    max_processes: PositiveInt = 256
+    """Of backend local, with namespaces: processes and threads of one sandbox; all are ended at more."""
+
+    def __post_init__(self) -> None:
+        plain = [path for path in self.solution if re.fullmatch(r"(?!.*(^|/)\.{1,2}(/|$))[^/-].*", path)]
+        require(
+            bool(plain) == bool(self.check) and plain == self.solution,
+            asked=f"rollout.agent.sandbox with check={self.check} and solution={self.solution}",
+            found="a check needs to know what of the working directory is the agent's: paths inside of it",
+            do="set both, such as check=[python3, -m, pytest] and solution=[src]",
+        )
+
+
 @section("rollout.agent.")
 class AgentConfig:
     function: str = ""
@@ -132,7 +174,9 @@ class AgentConfig:
     """Instead of a function: a program, started per trajectory, with the task on its standard input, the endpoint in
     OPENAI_BASE_URL and the key in OPENAI_API_KEY. Its standard output is judged (docs/environments.md)."""
     max_programs: PositiveInt = 64
-    """Concurrent programs of a rollouter; others wait, within rollout.trajectory_timeout_s."""
+    """Concurrent programs of a rollouter, and their sandboxes; others wait, within rollout.trajectory_timeout_s."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Where the program runs, and what judges its work."""
     max_turns: PositiveInt = 8
     """Requests that an agent may make in one trajectory; further ones are refused."""
     grace_s: Positive = 10.0

@@ -265,7 +265,8 @@ class Recipe:
             do = "set reward.function=zero"
             raise ConfigError(explain(asked, "this environment gives the reward itself: no other would be asked", do))
         is_custom = ":" in self.rollout.environment  # told apart once it is imported: environments.check_environment
-        require_taught(self, own or is_custom)
+        checks = self.rollout.environment == "agent" and bool(self.rollout.agent.sandbox.check)
+        require_taught(self, own or is_custom or checks)
 
     def _check_schedule(self) -> None:
         """Checks that every warm-up ends before the run does."""

@@ -486,6 +486,7 @@ class Coordinator:
                 Metric.CPU_WORKERS: rollout.workers_cpu_s,
                 Metric.REPREFILLED: rollout.reprefilled_tokens,
                 **self._shares.since_last(rollout),
+                **{Metric.SANDBOXES.of(state): count for state, count in rollout.sandboxes.items()},
             }
 
 

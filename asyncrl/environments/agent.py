@@ -10,19 +10,22 @@ import asyncio
 import inspect
 import logging
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config.environments import AgentConfig
 from asyncrl.config.recipe import Recipe, trains_branches
 from asyncrl.data.chat import Chat
 from asyncrl.data.tool_calls import CallParser, parser_for
-from asyncrl.environments.agent_program import AgentProgram
+from asyncrl.environments.agent_program import MAX_ANSWER_BYTES, AgentProgram, addresses, task_json
 from asyncrl.environments.agent_session import AgentSession, TurnLimit
 from asyncrl.environments.environment import Session, Task, limits_of
+from asyncrl.environments.sandboxes import Sandbox, SandboxPool, check_sandbox
 from asyncrl.errors import ConfigError, explain
 from asyncrl.registry import resolve
 from asyncrl.remote.tasks import cancel
+from asyncrl.rewards import RewardResult
 from asyncrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -41,9 +44,11 @@ Agent = Callable[[str, str, Task], Awaitable[str | None]]
 def load_agent(config: AgentConfig) -> Agent:
     """Raises ConfigError: neither a function nor a command is set, the function cannot be imported or has another form,
     or the program is not on this machine."""
+    if config.sandbox.backend != "none":
+        check_sandbox(config)
     if config.command:
         asked = f"rollout.agent.command={config.command}"
-        if shutil.which(config.command[0]) is None:
+        if config.sandbox.backend in ("none", "local") and shutil.which(config.command[0]) is None:
             do = "write its path, or install it where the rollouters run"
             raise ConfigError(explain(asked, f"there is no program {config.command[0]} here", do))
         return AgentProgram(config.command, config.max_programs)
@@ -152,6 +157,13 @@ class AgentEnvironment:
         self._agent = load_agent(config)
         self._name, self._grace_s = config.function or str(config.command), config.grace_s
         self._endpoint = AgentEndpoint(recipe, chat, TurnLimit(config.max_turns, "rollout.agent.max_turns"))
+        self._pool = None if config.sandbox.backend == "none" else SandboxPool(config)
+        self._checks, self._code_decides = bool(config.sandbox.check), recipe.reward.names == ("zero",)
+
+    @property
+    def sandboxes(self) -> Mapping[str, int]:
+        """As `SandboxPool.counts`."""
+        return {} if self._pool is None else self._pool.counts
 
     async def start(self) -> None:
         """Starts the endpoint. Raises ConfigError, DeadlineExceeded, ProcessDied."""
@@ -162,12 +174,37 @@ class AgentEnvironment:
     async def close(self) -> None:
         if isinstance(self._agent, AgentProgram):
             await self._agent.close()
+        if self._pool is not None:
+            await self._pool.close()
         await self._endpoint.close()
 
     async def run(self, task: Task, session: Session) -> Trajectory:
-        """Raises what `AgentEndpoint.run` raises."""
+        """Raises what `AgentEndpoint.run` raises; ProcessDied: a sandbox is lost."""
+        if self._pool is not None:
+            return await self._run_in_sandbox(self._pool, task, session)
         recorded, said = await self._endpoint.run(
             self._name, session, lambda url, key: self._agent(url, key, task), self._grace_s
         )
         result = await session.reward(recorded.judged_text(None if said is None else str(said)), task.row)
+        return recorded.trajectory(result)
+
+    async def _run_in_sandbox(self, pool: SandboxPool, task: Task, session: Session) -> Trajectory:
+        program = self._agent
+        assert isinstance(program, AgentProgram), "check_sandbox has seen it"
+
+        async def said_inside(sandbox: Sandbox, url: str, key: str) -> str | None:
+            ended = await sandbox.run(pool.command, task_json(task), addresses(url, key))
+            return program.answer(ended.exit_code, ended.stdout[-MAX_ANSWER_BYTES:], ended.stderr)
+
+        async with pool.lease(task.row) as sandbox:
+            inside = partial(said_inside, sandbox)
+            recorded, said = await self._endpoint.run(self._name, session, inside, self._grace_s)
+            ended = await pool.check(sandbox, task.row) if self._checks else None
+        if self._checks and self._code_decides:
+            passed = float(ended is not None and ended.exit_code == 0)
+            return recorded.trajectory(RewardResult(passed, (("correct", passed),)))
+        if self._checks:
+            said = "" if ended is None else ended.stdout.decode(errors="replace")
+            return recorded.trajectory(await session.reward(said, task.row))
+        result = await session.reward(recorded.judged_text(said), task.row)
         return recorded.trajectory(result)

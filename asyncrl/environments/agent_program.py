@@ -67,9 +67,9 @@ class AgentProgram:
         async with self._places:
             process = await self._started(base_url, api_key)
             talk = asyncio.gather(
-                _end_of(process.stdout, MAX_ANSWER_BYTES),
-                _end_of(process.stderr, _SHOWN_BYTES),
-                _send(process.stdin, b"\n" + _task_json(task)),
+                end_of(process.stdout, MAX_ANSWER_BYTES),
+                end_of(process.stderr, _SHOWN_BYTES),
+                send(process.stdin, b"\n" + task_json(task)),
             )
             try:
                 # not process.wait(): up to Python 3.12 it also waits for every other holder of the pipes
@@ -84,6 +84,14 @@ class AgentProgram:
             finally:
                 talk.cancel()
                 self._leave(process)
+        return self.answer(code, answer, said)
+
+    def answer(self, code: int, answer: bytes, said: bytes) -> str | None:
+        """The standard output of a program that has ended, stripped; None if empty. Raises ProcessDied: it has failed.
+
+        Args:
+            said: the end of its standard error.
+        """
         if code != 0:
             found = f"exit code {code}; its standard error ends with:\n{said.decode(errors='replace').strip()}"
             raise self._failed(found)
@@ -91,8 +99,6 @@ class AgentProgram:
 
     async def _started(self, base_url: str, api_key: str) -> asyncio.subprocess.Process:
         assert self._reaper is not None, "start comes first"
-        openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
-        anthropic = {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
@@ -101,7 +107,7 @@ class AgentProgram:
                 stdin=pipe,
                 stdout=pipe,
                 stderr=pipe,
-                env={**os.environ, **openai, **anthropic},
+                env={**os.environ, **addresses(base_url, api_key)},
                 start_new_session=True,
             )
         except OSError as error:
@@ -134,7 +140,13 @@ class AgentProgram:
         return ProcessDied(explain(asked, found, do)).of(Process("agent"))
 
 
-def _task_json(task: Task) -> bytes:
+def addresses(base_url: str, api_key: str) -> dict[str, str]:
+    """Variables from which clients of OpenAI and Anthropic take the endpoint."""
+    openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    return openai | {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
+
+
+def task_json(task: Task) -> bytes:
     """The program's input, without the ground truth."""
     row = task.row
     messages = row.conversation()
@@ -142,7 +154,7 @@ def _task_json(task: Task) -> bytes:
     return json.dumps(told | {"ordinal": task.ordinal, "index": task.index}).encode()
 
 
-async def _send(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
+async def send(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
     assert pipe is not None
     with suppress(OSError):  # the program may exit without reading its task
         pipe.write(data)
@@ -150,7 +162,7 @@ async def _send(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
     pipe.close()
 
 
-async def _end_of(pipe: asyncio.StreamReader | None, limit: int) -> bytes:
+async def end_of(pipe: asyncio.StreamReader | None, limit: int) -> bytes:
     """The last `limit` bytes."""
     assert pipe is not None
     kept = bytearray()

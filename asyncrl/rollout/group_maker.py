@@ -151,6 +151,11 @@ class GroupMaker:
         )
         logger.info("%s", self._hide(told))
 
+    @property
+    def sandboxes(self) -> Mapping[str, int]:
+        """Sandboxes of the environment, by state; empty without any."""
+        return dict(getattr(self._environment, "sandboxes", {}))
+
     def fits(self, row: PromptRow) -> bool:
         """Whether the row's prompt is short enough. Raises DataError if a longer one is an error."""
         return text_within(row, self._renderer, self._recipe.data) is not None

@@ -266,6 +266,7 @@ class Rollouter:
             workers_cpu_s=self._cpu.below_s(),
             reprefilled_tokens=self.client.reprefilled_tokens,
             cancelled_groups=self._cancelled,
+            sandboxes=self._maker.sandboxes,
             replica_s={str(cause): seconds for cause, seconds in self._watch.observe().items()},
         )
 

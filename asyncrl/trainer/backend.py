@@ -3,7 +3,7 @@ method together), `CheckpointReader` reads its checkpoints, as the `TrainingStat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -44,19 +44,15 @@ class TrainingState(Protocol):
         ...
 
 
-class WriteTrainingState(Protocol):
-    def __call__(self, directory: Path, state: TrainingState, configs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Writes `state` so that the backend's `load` reads it with any number of ranks. Reads a few tensors at a time.
+WriteTrainingState = Callable[[Path, TrainingState, Mapping[str, Mapping[str, Any]]], None]
+"""(directory, state, configs): writes `state` so that the backend's `load` reads it with any number of ranks. Reads a
+few tensors at a time.
 
-        Args:
-            directory: does not exist, or is empty.
-            configs: the Hugging Face config of each model of `state`, with a value for every key.
+`directory` does not exist, or is empty. `configs`: the Hugging Face config of each model of `state`, with a value for
+every key.
 
-        Raises:
-            ConfigError: `state` cannot be read.
-            StorageError: `directory` cannot be written.
-        """
-        ...
+Raises ConfigError: `state` cannot be read; StorageError: `directory` cannot be written.
+"""
 
 
 class TrainBackend(Protocol):

@@ -207,7 +207,8 @@ class Committed:
 class RolloutStats:
     """`groups` in progress; `replicas` that get requests; `cpu_s`: of this process, `workers_cpu_s`: of its child
     processes. Since the start: `reprefilled_tokens`, sent again after interruptions; `cancelled_groups`, ended by the
-    queue; `replica_s`, seconds summed over replicas by cause (`rollout.replica_time`)."""
+    queue; `replica_s`, seconds summed over replicas by cause (`rollout.replica_time`). `sandboxes`: of agents,
+    by state."""
 
     pid: int
     groups: int
@@ -218,3 +219,4 @@ class RolloutStats:
     cancelled_groups: int = 0
     replica_s: Mapping[str, float] = field(default_factory=dict)
     workers_cpu_s: float = 0.0
+    sandboxes: Mapping[str, int] = field(default_factory=dict)

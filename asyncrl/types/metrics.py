@@ -41,7 +41,7 @@ class Metric(StrEnum):
         """How many steps are summarised: the last value of counts since the start, the largest of bounds, else the
         mean."""
         counts = (Metric.STEP, Metric.TIME, Metric.REPREFILLED, Metric.SERVE_REFUSED, Metric.SERVE_RESTARTS)
-        if self in counts or self.group in ("queue", "cpu", "sinks", "eval"):
+        if self in counts or self.group in ("queue", "cpu", "sinks", "eval", "sandboxes"):
             return "mean" if self in (Metric.FILTERED_SHARE, Metric.FAILED_SHARE) else "last"
         return "max" if self.endswith(("_max", "longest_s", "deadline_used")) else "mean"
 
@@ -114,6 +114,8 @@ class Metric(StrEnum):
     REPREFILLED = "rollout/reprefilled_tokens", "tokens", LOWER, "sent again after interruptions since the rollouter started, at the last health check"
 
     SPARE_REPLICAS = "rollout/spare_replicas", "replicas", LOWER, "replicas that could be given back: their number times `replica_time/slots_exhausted`"
+
+    SANDBOXES = "sandboxes/", "sandboxes", NONE, "of agents, by state, at the last health check: live now; since the rollouters started opened, closed, and failed ones, whose trajectories are tried again in others"
 
     SERVE_UP = "serve/up", "flag", HIGHER, "1 while the server of rollout.serve answers"
     SERVE_RUNNING = "serve/running", "requests", NONE, "clients' requests whose answer has begun, at the last health check of the server"

@@ -324,7 +324,7 @@ def test_its_directory_is_removed_whatever_it_made(program, level):
 ABANDONED = """
 import os
 from asyncrl.workers import sandbox
-with sandbox._directory() as directory:
+with sandbox.locked_directory() as directory:
     open(directory + "/x", "w").close()
     print(directory, flush=True)
     os._exit(9)

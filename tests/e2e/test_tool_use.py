@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, SMALL, assert_sound, below, made_tool_task
+from tests.processes import ran
 from tests.server_process import listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -76,6 +77,27 @@ def test_agents_that_are_programs_are_trained(tool_task, start):
     assert run.metrics[-1]["reward/part/agent_branches"] == 1
     assert run.metrics[-1]["queue/failed"] == 0
     assert not [p for p in below(psutil.Process()) if "calculator.py" in " ".join(p.info["cmdline"] or ())]
+
+
+@pytest.mark.environments
+def test_repositories_are_repaired_in_sandboxes(start, tmp_path):
+    """By mini-swe-agent, each in a sandbox of its own, and the tests of the repository are the reward."""
+    pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed: pip install mini-swe-agent")
+    made = ["tools/make_swe_task.py", "--out", f"{tmp_path}/model", "--data", str(tmp_path), "--share", "0.5"]
+    ran(*made, timeout_s=600)
+    files = f"data.train={tmp_path}/swe_train.jsonl", f"data.eval={{held_out: {tmp_path}/swe_test.jsonl}}"
+    place = f"model.path={tmp_path}/model", f"rollout.agent.sandbox.files={tmp_path}/swe_repositories"
+    command = f"rollout.agent.command=['{sys.executable}', recipes/agents/swe_tiny.py]"
+    small = "batch.groups_per_step=2", "run.max_steps=2", "eval.every_steps=0", "observability.samples_per_step=32"
+    run = start(*files, *place, command, *small, recipe="swe_tiny")
+    assert_sound(run, max_lag=2, steps=2, timeout_s=600)
+    last = run.metrics[-1]
+    assert (last["queue/failed"], last["sandboxes/failed"], last["reward/part/agent_trained_share"]) == (0, 0, 1)
+    assert last["sandboxes/opened"] >= 16
+    assert {s["reward"] for s in run.samples} <= {0, 1}
+    repaired = [s for s in run.samples if "sed -i" in s["response"]]
+    assert all(s["reward"] == 0 for s in run.samples if s not in repaired), "the faults are real"
+    assert not [p for p in below(psutil.Process()) if "swe_tiny.py" in " ".join(p.info["cmdline"] or ())]
 
 
 def test_all_branches_of_agents_with_a_sub_agent_are_trained(inputs, start):

@@ -343,7 +343,7 @@ def test_the_environment_is_read_in_the_launch_code_only():
     allowed |= {"inference/sglang/host_process.py", "inference/sglang/support.py"}  # that of SGLang's own processes
     allowed |= {"inference/remote/server_client.py"}  # the key of servers, in the process that sends it
     # that of processes which are started here: an agent's program, an MCP server
-    allowed |= {"environments/agent_program.py", "environments/tools/mcp_server.py"}
+    allowed |= {"environments/agent_program.py", "environments/sandboxes.py", "environments/tools/mcp_server.py"}
     users = {str(p.relative_to(PACKAGE)) for p in FILES if re.search(r"os\.(environ|getenv)", p.read_text())}
     assert users <= allowed, f"read configuration instead: {sorted(users - allowed)}"
 

@@ -362,13 +362,15 @@ def _is_its_own(error: AsyncRLError) -> bool:
 
 def together(stats: Sequence[RolloutStats]) -> RolloutStats:
     """The sums over all rollouters. The sum in `pid` changes when any process is replaced."""
-    seconds = Counter[str]()
+    seconds, sandboxes = Counter[str](), Counter[str]()
     for one in stats:
         seconds.update(one.replica_s)
+        sandboxes.update(one.sandboxes)
     summed = ("pid", "groups", "requests", "cpu_s", "workers_cpu_s", "reprefilled_tokens", "cancelled_groups")
     return replace(
         stats[0],
         **{name: sum(getattr(one, name) for one in stats) for name in summed},
         replicas=tuple(sorted({i for one in stats for i in one.replicas})),
         replica_s=dict(seconds),
+        sandboxes=dict(sandboxes),
     )

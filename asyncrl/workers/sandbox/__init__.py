@@ -1,6 +1,7 @@
-"""Runs untrusted Python programs: `run_python`. docs/rewards.md says what each level guarantees.
+"""Runs untrusted Python programs: `run_python`. docs/rewards.md says what each level guarantees. Confines commands that
+keep their files and start others: `confined`.
 
-Runs in: reward processes, tool processes.
+Runs in: reward processes, tool processes, rollouter.
 
 Blocking: a call runs one program in its own processes, all of which have ended on return.
 """
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+_NAMES = ("/etc/hosts", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group", "/etc/ssl", "/etc/gitconfig")
+_PYTHON = (sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.realpath(sys.executable))
+READABLE = (*_SYSTEM, *_NAMES, *_PYTHON)
+"""What commands may read in any case."""
 _CHUNK_BYTES = 1 << 16
 _LEAVE_S = 2.0
 """Longest wait for killed processes to end."""
@@ -92,7 +97,7 @@ def run_python(
     """
     limits = limits or SandboxLimits()
     started = time.monotonic()
-    with _directory() as directory:
+    with locked_directory() as directory:
         Path(directory, "program.py").write_bytes(program.encode(errors="surrogatepass"))
         report, reports = os.pipe()
         os.set_blocking(report, False)
@@ -147,11 +152,41 @@ def remove_stale_sandboxes() -> None:
             os.close(lock)
 
 
-# -- inside ------------------------------------------------------------------------------------------------------------
+def confined(
+    command: Sequence[str],
+    directory: str,
+    *,
+    port: int = 0,
+    readable: Iterable[str] = (),
+    memory_bytes: int = 1 << 32,
+    max_processes: int = 256,
+    level: Level | Literal["none"] = "namespaces",
+) -> list[str]:
+    """The command line that runs `command` in `directory`/work, the only place that it may write to with its sibling
+    directories. It exits as the command does, once all that the command started has ended; SIGTERM ends it.
+
+    Args:
+        port: of 127.0.0.1, the only address that can be reached; 0: none.
+        readable: files and directories that may be read, in addition to the system's and Python's.
+        memory_bytes: private memory of each process.
+        level: as `run_python`; "none" confines nothing, and ends what was started all the same.
+    """
+    request = {
+        "command": list(command),
+        "directory": directory,
+        "work": os.path.join(directory, "work"),
+        "readable": sorted({*READABLE, *readable}),
+        "port": port,
+        "memory_bytes": memory_bytes,
+        "max_processes": max_processes,
+        "level": level,
+        "parent": os.getpid(),
+    }
+    return [sys.executable, "-I", "-S", str(_LAUNCHER), json.dumps(request)]
 
 
 @contextmanager
-def _directory() -> Iterator[str]:
+def locked_directory() -> Iterator[str]:
     """A temporary directory. Its lock shows that the owner is alive; the kernel drops it however the owner exits."""
     remove_stale_sandboxes()
     while (lock := _locked(Path(directory := tempfile.mkdtemp(prefix=_PREFIX)))) is None:
@@ -161,6 +196,16 @@ def _directory() -> Iterator[str]:
     finally:
         _remove(directory)
         os.close(lock)
+
+
+def empty(directory: str) -> None:
+    """Removes all in it, whatever depth and file modes a program made. Raises OSError."""
+    os.chmod(directory, stat.S_IRWXU)
+    while _flatten(directory):
+        pass
+
+
+# -- inside ------------------------------------------------------------------------------------------------------------
 
 
 def _locked(directory: Path) -> int | None:
@@ -178,11 +223,8 @@ def _locked(directory: Path) -> int | None:
 
 
 def _remove(directory: str) -> None:
-    """Removes the directory, whatever depth and file modes the program made."""
     try:
-        os.chmod(directory, stat.S_IRWXU)
-        while _flatten(directory):
-            pass
+        empty(directory)
         os.rmdir(directory)
     except OSError as error:
         logger.warning("the sandbox directory %s cannot be removed: %s", directory, error)
@@ -209,7 +251,7 @@ def _flatten(directory: str) -> bool:
 def _launch(directory: str, limits: SandboxLimits, level: Level, report: int) -> subprocess.Popen[bytes]:
     request = {
         "directory": directory,
-        "readable": sorted({*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.realpath(sys.executable)}),
+        "readable": sorted({*_SYSTEM, *_PYTHON}),
         "needed": [sys.executable, os.__file__, str(_LAUNCHER)],
         "report": report,
         "level": level,

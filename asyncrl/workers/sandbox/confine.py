@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Iterable
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+_PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
 _CLONE_THREAD = 0x00010000
@@ -25,7 +27,8 @@ _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = -100, 0x8000, 1
 _CAPABILITY_VERSION_3, _LAST_CAPABILITY = 0x20080522, 63
 _MOUNT_SETATTR = 442
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_LANDLOCK_PATH = 1
+_LANDLOCK_PATH, _LANDLOCK_PORT, _LANDLOCK_CONNECT = 1, 2, 2
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1
 
 _NOBODY = 65534
 _DEVICES_READ, _DEVICES_WRITTEN = ("/dev/zero", "/dev/random", "/dev/urandom"), ("/dev/null",)
@@ -37,11 +40,16 @@ def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent() -> None:
-    """Makes Linux kill this process when its parent ends. Call it after a change of user or namespace, which undoes
-    it."""
-    if sys.platform == "linux" and libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Makes Linux send this process a signal when its parent ends. Call it after a change of user or namespace, which
+    undoes it."""
+    if sys.platform == "linux" and libc().prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def adopt_orphans() -> None:
+    """Makes descendants whose parent has ended children of this process, daemons too."""
+    libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def hide_from_program() -> None:
@@ -99,22 +107,36 @@ def enter_namespaces() -> bool:
     return True
 
 
-def mount_own(directory: str, total_bytes: int) -> tuple[bool, bool]:
-    """Inside namespaces: mounts `directory` in memory, this namespace's /proc, a /dev of harmless devices; makes the
-    rest read-only.
+def raise_loopback() -> None:
+    """Inside namespaces: makes 127.0.0.1 usable. Raises OSError."""
+    import socket  # programs without network need not wait for it
+
+    with socket.socket() as any_socket:
+        name = b"lo".ljust(16, b"\0")
+        (flags,) = struct.unpack("16xh14x", fcntl.ioctl(any_socket, _GET_FLAGS, name + bytes(16)))
+        fcntl.ioctl(any_socket, _SET_FLAGS, name + struct.pack("h14x", flags | _UP))
+
+
+def mount_own(directory: str, total_bytes: int | None) -> tuple[bool, bool]:
+    """Inside namespaces: mounts `directory` in memory (`total_bytes` None: as it is), this namespace's /proc, a /dev of
+    harmless devices; makes the rest read-only.
 
     Returns (outside files are read-only and devices unreachable, /proc is its own).
     """
     c = libc()
     c.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-    options = f"size={total_bytes},nr_inodes=4096,mode=700".encode()
-    c.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    place = os.fsencode(directory)
+    if total_bytes is None:
+        c.mount(place, place, None, _MS_BIND, None)
+    else:
+        options = f"size={total_bytes},nr_inodes=4096,mode=700".encode()
+        c.mount(b"tmpfs", place, b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
     own_proc = c.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None) == 0
     own_dev = _mount_devices(c)
     read_only = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY, 0, 0, 0)
     writable = struct.pack("QQQQ", 0, _MOUNT_ATTR_RDONLY, 0, 0)
     held = c.syscall(_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, len(read_only)) == 0
-    c.syscall(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(directory), 0, writable, len(writable))
+    c.syscall(_MOUNT_SETATTR, _AT_FDCWD, place, 0, writable, len(writable))
     return held and own_dev, own_proc
 
 
@@ -143,17 +165,24 @@ def drop_capabilities() -> None:
     c.capset(struct.pack("II", _CAPABILITY_VERSION_3, 0), struct.pack("IIIIII", 0, 0, 0, 0, 0, 0))
 
 
-def restrict_files(readable: Iterable[str], directory: str) -> bool:
+def restrict_files(
+    readable: Iterable[str], directory: str, *, network: bool = False, port: int = 0, oldest: int = 1
+) -> bool:
     """Landlock: allows reading and running only below `readable`, writing only below `directory`, and (Linux 6.12) no
-    signals to the outside. False if the kernel lacks it."""
+    signals to the outside. False if the kernel lacks it.
+
+    Args:
+        network: TCP is left alone. Else no connection can be made (Linux 6.7), but for those to `port`.
+        oldest: the version of Landlock that is needed; 6 is Linux 6.12.
+    """
     c = libc()
     abi = c.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
-    if abi < 1:
+    if abi < oldest:
         return False
     files = (1 << {1: 13, 2: 14}.get(abi, 15)) - 1
     read = 0b1101  # execute, read a file, read a directory
     # The ABI version decides which rights exist and how long the structure is.
-    attributes = struct.pack("QQQ", files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    attributes = struct.pack("QQQ", files, 3 if abi >= 4 and not network else 0, 3 if abi >= 6 else 0)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     ruleset = c.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0)
     if ruleset < 0:
@@ -169,6 +198,8 @@ def restrict_files(readable: Iterable[str], directory: str) -> bool:
             access &= 0b111  # the other rights apply to directories
         c.syscall(_LANDLOCK_ADD, ruleset, _LANDLOCK_PATH, struct.pack("=Qi", access, handle), 0)
         os.close(handle)
+    if port and not network:
+        c.syscall(_LANDLOCK_ADD, ruleset, _LANDLOCK_PORT, struct.pack("QQ", _LANDLOCK_CONNECT, port), 0)
     c.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     restricted = c.syscall(_LANDLOCK_RESTRICT, ruleset, 0) == 0
     os.close(ruleset)
@@ -200,7 +231,6 @@ def limit_resources(limits: dict[str, int], num_processes: int | None) -> None:
 
 # name -> number on (x86_64, aarch64); None: that machine does not have it
 _NEVER: dict[str, tuple[int | None, int | None]] = {
-    "socket": (41, 198),
     "io_uring_setup": (425, 425),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -271,7 +301,7 @@ _METADATA: dict[str, tuple[int | None, int | None]] = {
     "removexattrat": (466, 466),
     "file_setattr": (469, 469),
 }
-_CLONE, _CLONE3 = (56, 220), (435, 435)
+_SOCKET, _CLONE, _CLONE3 = (41, 198), (56, 220), (435, 435)
 _SELF = -1
 """Stands for the process id of the program."""
 # (numbers, argument, its allowed values)
@@ -288,6 +318,11 @@ _ONLY_ALONE: list[tuple[tuple[int, int], int, tuple[int, ...]]] = [
     ((144, 119), 0, (0, _SELF)),  # sched_setscheduler
     ((203, 122), 0, (0, _SELF)),  # sched_setaffinity
     ((314, 274), 0, (0, _SELF)),  # sched_setattr
+]
+_ONLY_TCP: list[tuple[tuple[int, int], int, tuple[int, ...]]] = [
+    (_SOCKET, 0, (2, 10)),  # AF_INET, AF_INET6
+    (_SOCKET, 1, (1, 0x801, 0x80001, 0x80801)),  # SOCK_STREAM, with SOCK_NONBLOCK and SOCK_CLOEXEC
+    (_SOCKET, 2, (0, 6)),  # IPPROTO_TCP: Landlock does not see MPTCP and SCTP
 ]
 # (numbers, argument, its forbidden values): the owner of a descriptor is sent a chosen signal; who opens a leased file
 # waits for its holder; flags of a file are metadata
@@ -307,7 +342,7 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
-def _filter(column: int, architecture: int, single: bool, alone: bool, read_only: bool) -> bytes:
+def _filter(column: int, architecture: int, single: bool, alone: bool, read_only: bool, tcp: bool) -> bytes:
     """The BPF program. Jumps count instructions to skip."""
     refuse, absent, pretend = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS, _ERRNO
     program = [
@@ -320,6 +355,7 @@ def _filter(column: int, architecture: int, single: bool, alone: bool, read_only
     ]
     # Phase 1: calls that are refused whatever their arguments.
     never = [*_NEVER.values(), *(_PROCESSES.values() if single else ()), *(_OTHERS.values() if alone else ())]
+    never += [] if tcp else [_SOCKET]
     metadata = () if read_only else _METADATA.values()
     for answer, calls in ((refuse, never), (pretend, metadata)):
         for numbers in calls:
@@ -333,7 +369,7 @@ def _filter(column: int, architecture: int, single: bool, alone: bool, read_only
         program += [_instruction(_JUMP_ANY_BIT, _CLONE_THREAD, 1, 0)]
     program += [_instruction(_RETURN, refuse), _instruction(_RETURN, _ALLOW)]
     # Phase 2: calls that are refused by an argument.
-    for numbers, argument, values in (*_ONLY, *(_ONLY_ALONE if alone else ())):
+    for numbers, argument, values in (*_ONLY, *(_ONLY_ALONE if alone else ()), *(_ONLY_TCP if tcp else ())):
         pids = [os.getpid() if value == _SELF else value for value in values]
         checks = [_instruction(_JUMP_EQUAL, value, len(pids) - i, 0) for i, value in enumerate(pids)]
         program += _of_call(numbers[column], argument, [*checks, _instruction(_RETURN, refuse)])
@@ -352,7 +388,7 @@ def _of_call(number: int, argument: int, checks: list[bytes]) -> list[bytes]:
     return [skip, load, *checks, _instruction(_LOAD, _NUMBER)]
 
 
-def filter_calls(*, single: bool, alone: bool, read_only: bool) -> bool:
+def filter_calls(*, single: bool, alone: bool, read_only: bool, tcp: bool = False) -> bool:
     """Irrevocably refuses calls that reach the network or rarely used parts of the kernel.
 
     Args:
@@ -360,13 +396,14 @@ def filter_calls(*, single: bool, alone: bool, read_only: bool) -> bool:
         alone: there is no process namespace: also refuse signals to others. Call it in the process that becomes the
             program.
         read_only: files outside are on read-only mounts. Else modes, owners, times and attributes stay as they are.
+        tcp: allow sockets of TCP.
 
     Returns False if this machine or its kernel has no such filter.
     """
     known = _ARCHITECTURES.get(os.uname().machine) if sys.platform == "linux" else None
     if known is None:
         return False
-    program = _filter(*known, single, alone, read_only)
+    program = _filter(*known, single, alone, read_only, tcp)
     code = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):
