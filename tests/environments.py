@@ -117,7 +117,7 @@ class ScriptedSession:
         self._end = end
         self._limit = limit
 
-    async def generate(self, prompt_ids, max_tokens=None, stop=()):
+    async def generate(self, prompt_ids, max_tokens=None, stop=(), hear=None):
         self.prompts.append(np.array(prompt_ids))
         self.budgets.append(max_tokens)
         reply = self._replies.pop(0)

@@ -6,6 +6,7 @@ In texts an image stands as `rows.IMAGE`, by its key in `data.image_directory`, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,8 @@ class Chat:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, model, parser)
         self._skips = skip_special_tokens
+        specials = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len)
+        self._specials = re.compile("|".join(map(re.escape, reversed(specials))) or "(?!)")
         self._images = None if model.image_directory is None else ImageTokens(model, self._template.image_text)
 
     def thinking(self, prompt_ids: np.ndarray | None = None, start: str = "") -> Thinking | None:
@@ -120,9 +123,9 @@ class Chat:
         """As `decode_shown`, always with special tokens, which some formats use in tool calls."""
         return self._spelled(token_ids, skip=False)
 
-    def decode_text(self, token_ids: np.ndarray) -> str:
-        """As `decode`, never with special tokens, for people and other programs."""
-        return self._spelled(token_ids, skip=True)
+    def without_specials(self, text: str) -> str:
+        """The text for other programs: without special tokens."""
+        return self._specials.sub("", text)
 
     def _spelled(self, token_ids: np.ndarray, *, skip: bool, marks: bool = True) -> str:
         size = len(token_ids)

@@ -9,7 +9,8 @@ the like) are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -120,28 +121,36 @@ def _with_own_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def reply_of(parts: Sequence[Part], number: int, end: End) -> AgentReply:
-    """The reply to request `number` of a trajectory. Ids of calls are deterministic, for replays."""
+    """The reply to request `number` of a trajectory."""
     message: dict[str, Any] = {"role": "assistant", "content": text_in(parts)}
     if thought := thought_in(parts):
         message["reasoning_content"] = thought
-    calls: list[dict[str, Any]] = []
-    written: list[str | MadeCall] = []
-    for part in parts:
-        if not isinstance(part, ToolCall):
-            written.append(part)
-            continue
-        made_id = f"call{number % 1000:03d}{len(calls) % 100:02d}"
-        function = {"name": part.name, "arguments": dict(part.arguments)}
-        calls.append({"id": made_id, "type": "function", "function": function})
-        written.append(made_call(part, made_id.replace("call", "call_", 1)))
-    if calls:
-        message["tool_calls"] = calls
+    if calls := [part for part in parts if isinstance(part, ToolCall)]:
+        functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+        message["tool_calls"] = [
+            {"id": f"call{_call_number(number, i)}", "type": "function", "function": function}
+            for i, function in enumerate(functions)
+        ]
         end = replace(end, reason="tool_calls")
-    return AgentReply(message, tuple(written), end)
+    return AgentReply(message, tuple(sent_parts(parts, number)), end)
+
+
+def sent_parts(parts: Iterable[Part], number: int, num_calls: int = 0) -> list[str | MadeCall]:
+    """Parts of the reply to request `number`, for clients. `num_calls`: in the parts before."""
+    calls = itertools.count(num_calls)
+    return [
+        made_call(part, f"call_{_call_number(number, next(calls))}") if isinstance(part, ToolCall) else part
+        for part in parts
+    ]
+
+
+def _call_number(request: int, call: int) -> str:
+    """Deterministic, for replays; short, since some templates want ids of nine characters."""
+    return f"{request % 1000:03d}{call % 100:02d}"
 
 
 class ChatReply(Reply):
-    """A chat completion. The answer is complete before its first text, since a call is known only at its end."""
+    """A chat completion."""
 
     done = DONE
 

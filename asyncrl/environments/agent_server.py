@@ -24,7 +24,8 @@ from asyncrl.chat.fields import ApiError
 from asyncrl.chat.reply import PING_S, Dialect, Reply, ping_of, written_parts
 from asyncrl.chat.server import Server, address_of, bind, is_local
 from asyncrl.config.environments import AgentConfig
-from asyncrl.environments.agent_requests import CHAT, parse_request
+from asyncrl.data.tool_calls import ToolCall
+from asyncrl.environments.agent_requests import CHAT, parse_request, sent_parts
 from asyncrl.environments.agent_session import AgentSession, Answering
 from asyncrl.remote.tasks import cancel, end
 
@@ -128,7 +129,7 @@ class AgentServer:
             first = await anext(events)  # only a generator that has begun sees the client leave
             return http.EventStream(_chained(first, events), events, {})
         reply = await http.unless_client_leaves(request.receive, session.read(answering))
-        _ = [*writer.begin(answering.prompt_tokens), *written_parts(writer, reply.parts), *writer.end(reply.end)]
+        _ = [*writer.begin(len(answering.prompt_ids)), *written_parts(writer, reply.parts), *writer.end(reply.end)]
         return JSONResponse(writer.whole())
 
     async def _count(self, dialect: Dialect, session: AgentSession, request: Request) -> Response:
@@ -151,15 +152,26 @@ class AgentServer:
 
 
 async def _streamed(session: AgentSession, answering: Answering, writer: Reply) -> AsyncGenerator[str, None]:
-    """The frames of an answer, with a sign of life every `PING_S` until it is complete."""
+    """The frames of an answer as it is sampled, with a sign of life in each pause of `PING_S`."""
     reading = asyncio.create_task(session.read(answering))
+    speech, num_calls, events = session.speech(answering), 0, writer.begin(len(answering.prompt_ids))
     try:
-        for name, data in writer.begin(answering.prompt_tokens):
-            yield http.frame(data, name)
-        while not (await asyncio.wait({reading}, timeout=PING_S))[0]:
-            yield ping_of(writer)
-        reply = reading.result()
-        for name, data in [*written_parts(writer, reply.parts), *writer.end(reply.end)]:
+        while True:
+            for name, data in events:
+                yield http.frame(data, name)
+            answering.heard.clear()
+            hearing = asyncio.create_task(answering.heard.wait())
+            done, _ = await asyncio.wait({reading, hearing}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
+            hearing.cancel()
+            if not done:
+                yield ping_of(writer)
+            parts = speech.hear(answering.token_ids)
+            events = written_parts(writer, sent_parts(parts, answering.number, num_calls))
+            num_calls += sum(isinstance(part, ToolCall) for part in parts)
+            if reading.done():
+                break
+        last = sent_parts(speech.finish(), answering.number, num_calls)
+        for name, data in [*events, *written_parts(writer, last), *writer.end(reading.result().end)]:
             yield http.frame(data, name)
         yield writer.done
     except Exception as error:  # noqa: BLE001 - task boundary: the status is sent already

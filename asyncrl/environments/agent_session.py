@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from asyncrl.chat.fields import ApiError
 from asyncrl.chat.messages import with_names, with_wish
 from asyncrl.chat.reply import End, logprob_of
 from asyncrl.data.call_splitter import CallFormat, Part, ReplySplitter, joined_parts
+from asyncrl.data.chat import Chat
+from asyncrl.data.incremental_decoder import IncrementalDecoder
 from asyncrl.data.rows import Thinking
+from asyncrl.data.stop_strings import StopStrings, StopTable
 from asyncrl.data.tool_calls import CallParser, ToolCall, ToolPrompt, tools_for
 from asyncrl.environments.agent_requests import AgentReply, AgentRequest, reply_of
 from asyncrl.environments.conversation import Conversation
@@ -53,12 +58,16 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class Answering:
-    """A request whose answer is under way, or made. `num_readers`: that wait for it. `is_read`: one has it. `end`:
-    gives it up if nobody comes back for it."""
+    """A request whose answer is under way, or made. `number`: in order of arrival. `prompt_ids`: [P] int32.
+    `token_ids`: of the answer so far, [T] int32; `heard` is set when there are more. `num_readers`: that wait for it.
+    `is_read`: one has it. `end`: gives it up if nobody comes back for it."""
 
+    number: int
     request: AgentRequest
-    prompt_tokens: int
-    work: asyncio.Task[_Node]
+    prompt_ids: np.ndarray
+    work: asyncio.Task[_Node] = field(init=False)
+    token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), init=False)
+    heard: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     num_readers: int = 1
     is_read: bool = False
     end: asyncio.TimerHandle | None = None
@@ -66,6 +75,51 @@ class Answering:
     @property
     def is_awaited(self) -> bool:
         return not self.is_read and self.num_readers > 0
+
+    def hear(self, token_ids: np.ndarray) -> None:
+        self.token_ids = token_ids
+        self.heard.set()
+
+
+class Speech:
+    """The thoughts, texts and calls of one reply, from its tokens, as soon as they are final. They do not depend on how
+    the tokens were cut into pieces.
+
+    Args:
+        prompt_ids: that it replies to, [P] int32.
+    """
+
+    def __init__(self, chat: Chat, parser: CallParser, request: AgentRequest, prompt_ids: np.ndarray) -> None:
+        last = request.messages[-1]
+        marks = chat.thinking(prompt_ids, last["content"] if last["role"] == "assistant" else "")
+        form = CallFormat(parser, request.signatures, request.one_call) if request.tools else None
+        self._chat = chat
+        before = [i for i in prompt_ids[-8:].tolist() if i not in chat.ends]
+        self._decoder = IncrementalDecoder(lambda ids: chat.decode_turn(np.array(ids, np.int32)), before)
+        self._stops = StopStrings(StopTable(request.stop))
+        self._splitter = ReplySplitter(marks, form)
+        self._num_tokens = 0
+
+    def hear(self, token_ids: np.ndarray) -> list[Part]:
+        """What further tokens say. `token_ids`: all so far."""
+        new, self._num_tokens = token_ids[self._num_tokens :], len(token_ids)
+        return self._said(self._decoder.feed(new.tolist()))
+
+    def finish(self) -> list[Part]:
+        """The rest, at the end of the reply."""
+        parts = self._said(self._decoder.finish())
+        held = "" if self._stops.found is not None else self._stops.finish()
+        return [*parts, *self._plain([*self._splitter.feed(held), *self._splitter.finish()])]
+
+    def _said(self, text: str) -> list[Part]:
+        if self._stops.found is not None:
+            return []
+        return self._plain(self._splitter.feed(self._stops.feed(text)))
+
+    def _plain(self, parts: Iterable[Part]) -> list[Part]:
+        """Special tokens, in which some formats write calls and thoughts, are left out of the text."""
+        plain = (p if isinstance(p, ToolCall) else type(p)(self._chat.without_specials(p)) for p in parts)
+        return [part for part in plain if part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +269,11 @@ class AgentSession:
             found = f"the conversation has {len(asked)} tokens, and the maximum context length is {longest} tokens"
             raise self._refused(f"{found}; end here", "context_length_exceeded", "messages")
         limit = room if request.max_tokens is None else min(room, request.max_tokens)
-        work = asyncio.create_task(
-            self._answered(next(self._numbers), request, parent, conversation, prompt_tokens, limit)
-        )
-        work.add_done_callback(retrieved)
-        self._answering.append(Answering(request, len(asked), work))
-        return self._answering[-1]
+        answering = Answering(next(self._numbers), request, asked)
+        answering.work = asyncio.create_task(self._answered(answering, parent, conversation, prompt_tokens, limit))
+        answering.work.add_done_callback(retrieved)
+        self._answering.append(answering)
+        return answering
 
     async def read(self, asked: Answering) -> AgentReply:
         """Waits for the reply, and records it. If all readers leave, it is given up after `REJOIN_S`.
@@ -243,6 +296,10 @@ class AgentSession:
             self.nodes.sort(key=lambda node: node.number)
         return node.reply
 
+    def speech(self, asked: Answering) -> Speech:
+        """Of its reply."""
+        return Speech(self.session.chat, self.parser, asked.request, asked.prompt_ids)
+
     def num_tokens(self, request: AgentRequest) -> int:
         """Of its prompt. Raises ApiError."""
         request = replace(request, messages=self._stored(request))
@@ -261,41 +318,25 @@ class AgentSession:
         return ApiError(400, message, param=param, code=code)
 
     async def _answered(
-        self,
-        number: int,
-        request: AgentRequest,
-        parent: _Node | None,
-        conversation: Conversation,
-        prompt_tokens: int,
-        limit: int,
+        self, asked: Answering, parent: _Node | None, conversation: Conversation, prompt_tokens: int, limit: int
     ) -> _Node:
-        asked = conversation.token_ids
+        request, prompt_ids = asked.request, asked.prompt_ids
         try:
-            made = await self.session.generate(asked, limit, request.stop)
+            hear = asked.hear if request.stream else None
+            made = await self.session.generate(prompt_ids, limit, request.stop, hear)
             conversation.add_response(made)
-            further = self._token_fields(request, made)
-            end = End(made.finish_reason, len(asked), len(made.token_ids), made.segments[-1].version, of_choice=further)
-            reply = reply_of(self._parts(request, made), number, end)
+            asked.hear(made.token_ids)
+            speech, further = self.speech(asked), self._token_fields(request, made)
+            parts = joined_parts([*speech.hear(made.token_ids), *speech.finish()])
+            sizes = len(prompt_ids), len(made.token_ids)
+            end = End(made.finish_reason, *sizes, made.segments[-1].version, of_choice=further)
+            reply = reply_of(parts, asked.number, end)
         except Exception as error:
             self.failure = error
             raise ApiError(500, f"the generation failed: {error}", code="generation_failed") from error
         tools = request.tools or (() if parent is None else parent.tools)
         messages = *request.messages, reply.message
-        return _Node(number, messages, tools, conversation, made, prompt_tokens, parent, request.stop, reply)
-
-    def _parts(self, request: AgentRequest, made: Generation) -> list[Part]:
-        """Thoughts, text and calls of a reply."""
-        chat = self.session.chat
-        form = CallFormat(self.parser, request.signatures, request.one_call) if request.tools else None
-        start = request.messages[-1]["content"] if request.messages[-1]["role"] == "assistant" else ""
-        splitter = ReplySplitter(chat.thinking(made.prompt_ids, start), form)
-        said = _up_to(chat.decode_turn(made.token_ids), request.stop)
-        parts = joined_parts([*splitter.feed(said), *splitter.finish()])
-        if said == _up_to(chat.decode_text(made.token_ids), request.stop):
-            return list(parts)
-        # Special tokens, in which some formats write calls and thoughts, are left out of the text.
-        told = (p if isinstance(p, ToolCall) else type(p)(chat.decode_text(chat.encode(p))) for p in parts)
-        return [part for part in told if part]
+        return _Node(asked.number, messages, tools, conversation, made, prompt_tokens, parent, request.stop, reply)
 
     def _token_fields(self, request: AgentRequest, made: Generation) -> dict[str, Any]:
         """What a choice has on request, by vLLM's names: ids and log-probabilities of the tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,10 +36,16 @@ class Session(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: np.ndarray, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        prompt_ids: np.ndarray,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        hear: Callable[[np.ndarray], None] | None = None,
     ) -> Generation:
         """The policy's next response to these tokens; `max_tokens` lowers the recipe's limit, and `stop` adds to the
         texts that end it. Raises GenerationError.
+
+        `hear`: called with the response so far, [T] int32, as further tokens arrive; must be quick and must not raise.
 
         In a conversation `prompt_ids` are the prompt and all turns so far, with the sampled ids.
         """

@@ -81,7 +81,11 @@ class RolloutSession:
         self._closed = True
 
     async def generate(
-        self, prompt_ids: np.ndarray, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        prompt_ids: np.ndarray,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        hear: Callable[[np.ndarray], None] | None = None,
     ) -> Generation:
         """Raises GenerationError, also for an attempt that has ended."""
         await self._require_open()
@@ -109,6 +113,7 @@ class RolloutSession:
             seed=self._seed + number,  # each call draws from a stream of its own
             draft=draft,
             clock=self.clock,
+            on_chunk=None if hear is None else lambda _chunk, _replica: hear(draft.token_ids),
         )
         return made
 

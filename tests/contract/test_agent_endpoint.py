@@ -366,6 +366,45 @@ async def test_a_stream_that_is_silent_shows_that_it_lives(run, monkeypatch):
     assert session.rewarded == ["done"]
 
 
+@pytest.mark.parametrize(
+    ("path", "where"), [("chat/completions", "choices"), ("messages", "delta"), ("responses", "delta")]
+)
+async def test_what_is_sampled_is_streamed_before_the_reply_ends(run, monkeypatch, path, where):
+    """A thought, then text; the client has both before the call that follows is sampled. Nothing comes twice."""
+    reply = '<think>Z</think>Y\n<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    go, seen = asyncio.Event(), []
+    generate = ScriptedSession.generate
+
+    async def slow(self, prompt_ids, max_tokens, stop, hear):
+        made = await generate(self, prompt_ids, max_tokens, stop)
+        for count in range(1, len("<think>Z</think>Y\n<t")):
+            hear(made.token_ids[:count])
+            await asyncio.sleep(0)
+        await asyncio.wait_for(go.wait(), 10)
+        return made
+
+    async def agent(base_url, api_key, task):
+        asked = {"messages": [{"role": "user", "content": "go"}], "stream": True, "max_tokens": 500, "tools": TOOLS}
+        if path == "messages":
+            asked["tools"] = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
+        elif path == "responses":
+            asked = {"input": "go", "stream": True, "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+        headers, url = {"authorization": f"Bearer {api_key}"}, f"{base_url}/{path}"
+        async with httpx.AsyncClient() as client, client.stream("POST", url, json=asked, headers=headers) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {") and where in (event := json.loads(line[6:])):
+                    seen.append(json.dumps(event[where]))
+                    if "Y" in seen[-1]:
+                        go.set()
+
+    monkeypatch.setattr(ScriptedSession, "generate", slow)
+    monkeypatch.setitem(globals(), "streams", agent)
+    agent.__name__ = "streams"
+    await run(agent, reply)
+    told = [letter for piece in seen for letter in "ZY" if letter in piece]
+    assert told == ["Z", "Y"]
+
+
 async def test_an_agent_that_raises_or_asks_nothing_fails_the_attempt(run):
     with pytest.raises(LookupError, match="lost its way"):
         await run(raises, "hello")

@@ -163,7 +163,7 @@ async def test_episodes_of_a_process_that_ended_fail_by_name_and_the_next_one_pl
     gate = asyncio.Event()
 
     class Waits(ScriptedSession):
-        async def generate(self, prompt_ids, max_tokens=None, stop=()):
+        async def generate(self, prompt_ids, max_tokens=None, stop=(), hear=None):
             if self.prompts:
                 await gate.wait()
             return await super().generate(prompt_ids, max_tokens)

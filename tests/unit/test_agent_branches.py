@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from asyncrl.chat.fields import ApiError
 from asyncrl.chat.reply import written_parts
+from asyncrl.data.call_splitter import joined_parts
 from asyncrl.environments.agent_requests import ChatReply, parse_request
-from asyncrl.environments.agent_session import AgentSession, TurnLimit
+from asyncrl.environments.agent_session import AgentSession, Speech, TurnLimit
 from asyncrl.environments.environment import TrajectoryLimits
 from asyncrl.rewards import RewardResult
 from asyncrl.rollout.sample_files import SampleFile
@@ -42,7 +43,7 @@ class Policy:
         self.made: list[Generation] = []
         self._replies = iter(replies)
 
-    async def generate(self, prompt_ids, max_tokens=None, stop=()):
+    async def generate(self, prompt_ids, max_tokens=None, stop=(), hear=None):
         ids = np.concatenate([CHAT.encode(next(self._replies)), CHAT.encode("<|im_end|>")])
         told = sum(len(each.token_ids) for each in self.made)
         logprobs = -1 - np.arange(told, told + len(ids)).astype(np.float32)
@@ -299,7 +300,7 @@ class Gated(Policy):
         super().__init__(replies)
         self.gates = {}
 
-    async def generate(self, prompt_ids, max_tokens=None, stop=()):
+    async def generate(self, prompt_ids, max_tokens=None, stop=(), hear=None):
         text = CHAT.decode(prompt_ids).split("user\n")[-1][0]
         await self.gates.setdefault(text, asyncio.Event()).wait()
         return await super().generate(prompt_ids)
@@ -442,3 +443,37 @@ def test_one_call_alone_is_sent_to_an_agent_that_takes_one():
     ask = {"messages": [{"role": "user", "content": "go"}], "tools": [ADD], "parallel_tool_calls": False}
     reply = asyncio.run(session.answer(parse_request(ask)))
     assert len(reply.message["tool_calls"]) == 1
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+SAID = [
+    "<think>",
+    "</think>",
+    CALL,
+    CALL[:20],
+    "ST",
+    "STOP",
+    "é",
+    "日",
+    " ",
+    "\n",
+    "so",
+    "<|im_start|>",
+    "<|endoftext|>",
+]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+@given(st.lists(st.sampled_from(SAID), max_size=8), st.lists(st.integers(1, 7)), st.booleans(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_streamed_reply_is_the_same_however_its_tokens_come(said, sizes, with_tools, ends):
+    body = {"messages": [{"role": "user", "content": "go"}], "stop": ["STOP"], "tools": [ADD] if with_tools else []}
+    request, prompt = parse_request(body), CHAT.prompt([{"role": "user", "content": "go"}])
+    ids = CHAT.encode("".join(said) + ("<|im_end|>" if ends else ""))
+    cuts = sorted({min(len(ids), int(at)) for at in np.cumsum([*sizes, len(ids)])})
+    whole, cut = (Speech(CHAT, "hermes", request, prompt) for _ in range(2))
+    expected = joined_parts([*whole.hear(ids), *whole.finish()])
+    pieces = [part for at in cuts for part in cut.hear(ids[:at])]
+    assert joined_parts([*pieces, *cut.finish()]) == expected
+    assert "<|im_" not in str(expected)
+    assert "STOP" not in str(expected)
