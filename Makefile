@@ -48,7 +48,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --max-wor
 
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install install-vllm install-sglang install-environments install-harnesses quickstart quickstart-real real-model quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k quickstart-distill quickstart-judge quickstart-vision test test-all slow test-gpu test-sglang test-environments lint types fast fuzz docs lock clean record-sglang
+.PHONY: help install install-vllm install-sglang install-environments install-harnesses install-nemo-gym quickstart quickstart-real real-model quickstart-vllm quickstart-sglang quickstart-megatron quickstart-gsm8k quickstart-distill quickstart-judge quickstart-vision test test-all slow test-gpu test-sglang test-environments lint types fast fuzz docs lock clean record-sglang
 
 help:
 	@sed -n '2,16p' Makefile
@@ -62,6 +62,11 @@ install-sglang: $(STAMP_SGLANG)
 install-environments: $(STAMP_ENVIRONMENTS)
 
 install-harnesses: $(STAMP_HARNESSES)
+
+# NeMo Gym's servers (1.4 GB), which run beside a run and need Python 3.12.
+install-nemo-gym:
+	python3.12 -m venv .venv-nemo-gym
+	.venv-nemo-gym/bin/python -m pip install --quiet --disable-pip-version-check nemo-gym==0.4.0
 
 define set-up
 	@command -v $(PYTHON) >/dev/null || { echo "asked: $(PYTHON)"; echo "found: it is not on PATH"; \

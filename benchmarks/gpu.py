@@ -125,7 +125,10 @@ STEPS = (
         needs=("ray", "vllm"),
     ),
 )
-WHEELS = "pyzmq", "annotated-types", "omegaconf", "antlr4-python3-runtime", "pytest", "pytest-asyncio", "psutil"
+WHEELS = (
+    *("pyzmq", "annotated-types", "omegaconf", "antlr4-python3-runtime", "psutil", "xxhash", "httpx"),
+    *("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis"),
+)
 """What the lane imports and a machine with torch and transformers may lack. Its tests take omegaconf and pytest."""
 
 

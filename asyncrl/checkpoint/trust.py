@@ -69,6 +69,7 @@ ASKED = {
     **dict.fromkeys(("rollout.agent.sandbox.backend", "rollout.agent.sandbox.image"), "a protection less, or code"),
     **dict.fromkeys(("rollout.agent.sandbox.files", "rollout.agent.sandbox.readable"), _FILE),
     **dict.fromkeys(("ray.address", "reward.remote.url", "rollout.openenv.url", "rollout.remote.urls"), _MACHINE),
+    "rollout.nemo_gym.head": _MACHINE,
     **dict.fromkeys(("rollout.agent.host", "rollout.agent.advertise", "rollout.serve.host"), "an address to listen on"),
     **dict.fromkeys(("ray.env", "rollout.remote.api_key_env"), "environment variables"),
     **dict.fromkeys(("rollout.tool_use.corpus", "weights.disk_directory", "data.image_directory"), _FILE),

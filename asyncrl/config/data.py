@@ -48,10 +48,10 @@ class DataConfig:
     the same whenever it is asked for."""
     mixture: dict[str, SourceConfig] = field(default_factory=dict)
     """Several training sets instead of data.train: name -> path and weight."""
-    schema: Literal["auto", "verl", "gsm8k", "prompt_answer", "conversations"] = "auto"
+    schema: Literal["auto", "verl", "gsm8k", "prompt_answer", "conversations", "nemo_gym"] = "auto"
     """Columns of the rows. verl: prompt, data_source, reward_model (DAPO-Math-17k too). gsm8k: question, answer.
     prompt_answer: prompt, answer (or none, for rewards of your own). conversations: conversations or messages, with
-    answer or a last reply. auto: by the columns."""
+    answer or a last reply. nemo_gym: responses_create_params. auto: by the columns."""
     system_prompt: str | None = None
     """Prepended to every prompt without a system message."""
     continue_final_message: bool = True

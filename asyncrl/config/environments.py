@@ -16,7 +16,7 @@ from asyncrl.config.checks import (
 )
 from asyncrl.ranges import Positive, PositiveInt
 
-JUDGES = ("gymnasium", "openenv", "verifiers")
+JUDGES = ("gymnasium", "openenv", "verifiers", "nemo_gym")
 """Environments that give the reward themselves; their recipes set `reward.function=zero`. So do those of custom ones
 with `judges = True`, which a name like `package.module:Name` does not tell."""
 
@@ -270,6 +270,17 @@ class OpenEnvConfig:
 
     def __post_init__(self) -> None:
         require_url("rollout.openenv.url", self.url, schemes=("http", "https", "ws", "wss"))
+
+
+@section("rollout.nemo_gym.")
+class NemoGymConfig:
+    head: str = "http://127.0.0.1:11000"
+    """For environment nemo_gym: address of NeMo Gym's head server, which knows the others. Its model server asks
+    rollout.agent.host and port, which therefore has to be set."""
+    agent: str = ""
+    """The agent of rows without agent_ref."""
+    max_turns: PositiveInt = 32
+    """Requests of one trajectory; further ones are refused."""
 
 
 @section("rollout.verifiers.")

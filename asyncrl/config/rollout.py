@@ -11,6 +11,7 @@ from asyncrl.config.environments import (
     AgentConfig,
     GymnasiumConfig,
     InterleavedConfig,
+    NemoGymConfig,
     OpenEnvConfig,
     ToolUseConfig,
     VerifiersConfig,
@@ -341,6 +342,8 @@ class RolloutConfig:
     """Settings of environment openenv."""
     verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
     """Settings of environment verifiers."""
+    nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
+    """Settings of environment nemo_gym."""
     serve: ServeSection = field(default_factory=ServeSection)
     """An OpenAI-compatible address of the replicas during the run, for external clients."""
     max_attempts: PositiveInt = 3
@@ -498,6 +501,7 @@ def response_limit(rollout: RolloutConfig) -> int:
         "tool_use": (rollout.tool_use.max_turns, 0),
         "agent": (rollout.agent.max_turns, 0),
         "verifiers": (rollout.verifiers.max_turns, 0),
+        "nemo_gym": (rollout.nemo_gym.max_turns, 0),
         "openenv": (rollout.openenv.max_turns, rollout.openenv.max_observation_tokens),
         "gymnasium": (rollout.gymnasium.max_turns, rollout.gymnasium.max_observation_tokens),
     }.get(rollout.environment, (0, 0))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Schema = Literal["auto", "verl", "gsm8k", "prompt_answer", "conversations"]
+Schema = Literal["auto", "verl", "gsm8k", "prompt_answer", "conversations", "nemo_gym"]
 
 SCHEMA = 'one object such as {"prompt": [{"role": "user", "content": "..."}], "data_source": "...", ' + (
     '"reward_model": {"ground_truth": "..."}}'
@@ -40,12 +40,14 @@ _EXAMPLES: dict[str, str] = {
     "gsm8k": 'one object such as {"question": "...", "answer": "... #### 42"}',
     "prompt_answer": 'one object such as {"prompt": "...", "answer": "..."}',
     "conversations": 'one object such as {"conversations": [{"from": "human", "value": "..."}, ...], "answer": "..."}',
+    "nemo_gym": 'one object such as {"responses_create_params": {"input": [...]}, "agent_ref": {"name": "..."}}',
 }
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "verl": ("prompt", "data_source", "reward_model", "extra_info"),
     "gsm8k": ("question", "answer"),
     "prompt_answer": ("prompt", "answer", "data_source"),
     "conversations": ("conversations", "messages", "answer", "data_source"),
+    "nemo_gym": (),
 }
 _IMAGES, _MEDIA = ("images", "image"), ("video", "videos", "audio", "audios")
 _NO_MEDIA = "train a text model on text alone: remove these rows, or the videos and audio of all rows"
@@ -162,6 +164,8 @@ class Thinking:
 def schema_of(keys: Iterable[object]) -> Schema:
     """The schema of records with these columns; "auto" if none fits."""
     found = set(keys)
+    if "responses_create_params" in found:
+        return "nemo_gym"
     if "reward_model" in found or ("data_source" in found and "answer" not in found):
         return "verl"
     if {"question", "answer"} <= found and "prompt" not in found:
@@ -349,11 +353,20 @@ def _read_conversations(record: Mapping[str, object], origin: str) -> _Read:
     return rest, truth, source
 
 
+def _read_nemo_gym(record: Mapping[str, object], origin: str) -> _Read:
+    params = _field(record, "responses_create_params", Mapping, origin, schema="nemo_gym")
+    asked = params.get("input")
+    if not isinstance(asked, str):  # calls and results of earlier turns are the agent's matter
+        asked = [item for item in asked or [] if isinstance(item, Mapping) and "role" in item]
+    return _read_prompt_answer({"prompt": asked, "data_source": "nemo_gym"}, origin)
+
+
 _READERS = {
     "verl": _read_verl,
     "gsm8k": _read_gsm8k,
     "prompt_answer": _read_prompt_answer,
     "conversations": _read_conversations,
+    "nemo_gym": _read_nemo_gym,
 }
 
 
@@ -415,11 +428,12 @@ def _joined(parts: Sequence[object], key: str, origin: str) -> str:
     texts = []
     for number, part in enumerate(parts):
         kind = part.get("type") or "text" if isinstance(part, Mapping) else ""
+        kind = kind.removeprefix("input_").removeprefix("output_")
         text: Any = part
         if isinstance(part, Mapping) and kind == "text":
             text = part.get("text")
         elif isinstance(part, Mapping) and kind.startswith("image"):  # image_url is OpenAI's
-            own = next((part[name] for name in (kind, "url", "path", "image") if part.get(name)), None)
+            own = next((part[name] for name in (kind, "image_url", "url", "path", "image") if part.get(name)), None)
             text = sent_image(own) if own else _MARK
         if not isinstance(text, str):
             raise _malformed(origin, f"{key}[{number}] is {_kind(part)}, and only text can be trained", _NO_MEDIA)

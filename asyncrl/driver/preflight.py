@@ -342,7 +342,7 @@ def _sandbox_notes(recipe: Recipe) -> list[str]:
 
 
 def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    if recipe.rollout.environment not in ("tool_use", "agent", "verifiers"):
+    if recipe.rollout.environment not in ("tool_use", "agent", "verifiers", "nemo_gym"):
         return
     template = template_text(tokenizer)
     parser = parser_for(recipe.rollout.tool_use.parser, template)
@@ -404,7 +404,7 @@ def describe(recipe: Recipe, found: Preflight) -> Iterator[tuple[str, str]]:
     text = f"{rollout.num_replicas} {rollout.engine} replicas{detail}, max_model_len {rollout.max_model_len}, "
     text += f"{rollout.num_rollouters} rollouter(s), {rollout.environment}, reward {', '.join(recipe.reward.names)}"
     yield "rollout", text
-    if rollout.environment in ("agent", "verifiers"):
+    if rollout.environment in ("agent", "verifiers", "nemo_gym"):
         part = (
             "every reply, of all conversations" if trains_branches(recipe) else "the conversation of the last request"
         )

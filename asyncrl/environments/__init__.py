@@ -37,6 +37,7 @@ ENVIRONMENTS: dict[str, Callable[[Recipe, Chat], Environment]] = {
     "gymnasium": lambda recipe, chat: _named("gymnasium_environment:GymnasiumEnvironment")(recipe),
     "openenv": lambda recipe, chat: _named("openenv_environment:OpenEnvEnvironment")(recipe),
     "verifiers": lambda recipe, chat: _named("verifiers_environment:VerifiersEnvironment")(recipe, chat),
+    "nemo_gym": lambda recipe, chat: _named("nemo_gym_environment:NemoGymEnvironment")(recipe, chat),
 }
 
 _CHECKS: dict[str, Callable[[RolloutConfig], object]] = {
@@ -46,6 +47,7 @@ _CHECKS: dict[str, Callable[[RolloutConfig], object]] = {
     "gymnasium": lambda rollout: _named("gymnasium_environment:check_gymnasium")(rollout.gymnasium),
     "openenv": lambda rollout: _named("openenv_environment:check_openenv")(rollout.openenv),
     "verifiers": lambda rollout: _named("verifiers_environment:load_checked")(rollout.verifiers),
+    "nemo_gym": lambda rollout: _named("nemo_gym_environment:agents_of")(rollout),
 }
 
 

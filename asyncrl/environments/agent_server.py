@@ -33,11 +33,12 @@ logger = logging.getLogger(__name__)
 
 MODEL = "policy"
 KEY_HEADER = "x-trajectory-key"
-"""Carries the trajectory's key, for clients whose own key is the same for all trajectories. Takes precedence."""
+"""Carries the trajectory's key, for clients whose own key is the same for all trajectories, also in the metadata of a
+request. Takes precedence."""
 _STOP_S = 3.0
 _DIALECTS = {CHAT.path: CHAT, **DIALECTS}
 
-Handler = Callable[[Dialect, "AgentSession", Request], Awaitable[Response]]
+Handler = Callable[[Dialect, "AgentSession", Request, object], Awaitable[Response]]
 
 
 class AgentServer:
@@ -99,8 +100,11 @@ class AgentServer:
         """Turns every error of `handler` into an answer in the form of its API."""
         session: AgentSession | None = None
         try:
-            session = self._session(request)
-            return await handler(dialect, session, request)
+            if self._for_this_machine:
+                http.require_local_host(request)
+            body = await http.read_json(request) if request.method == "POST" else None
+            session = self._session(request, body)
+            return await handler(dialect, session, request, body)
         except ApiError as error:
             named = dialect.renamed(error)
             if session is not None:
@@ -114,9 +118,8 @@ class AgentServer:
                 session.failure = error
             return _refused(ApiError(500, f"{type(error).__name__}: {error}", code="internal_error"), dialect)
 
-    async def _reply(self, dialect: Dialect, session: AgentSession, request: Request) -> Response:
+    async def _reply(self, dialect: Dialect, session: AgentSession, request: Request, body: object) -> Response:
         """Answers a chat completion, or its equivalent in a dialect."""
-        body = await http.read_json(request)
         asked = replace(
             parse_request(dialect.to_chat(body)),
             key=request.headers.get("idempotency-key", ""),
@@ -132,19 +135,19 @@ class AgentServer:
         _ = [*writer.begin(len(answering.prompt_ids)), *written_parts(writer, reply.parts), *writer.end(reply.end)]
         return JSONResponse(writer.whole())
 
-    async def _count(self, dialect: Dialect, session: AgentSession, request: Request) -> Response:
-        asked = parse_request(dialect.to_chat(without_length(await http.read_json(request))))
+    async def _count(self, dialect: Dialect, session: AgentSession, _request: Request, body: object) -> Response:
+        asked = parse_request(dialect.to_chat(without_length(body)))
         return JSONResponse({"input_tokens": session.num_tokens(asked)})
 
-    async def _models(self, _dialect: Dialect, _session: AgentSession, request: Request) -> Response:
+    async def _models(self, _dialect: Dialect, _session: AgentSession, request: Request, _body: object) -> Response:
         name = request.path_params.get("id")  # every name is the policy's
         model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "asyncrl"}
         return JSONResponse({"object": "list", "data": [model]} if name is None else model)
 
-    def _session(self, request: Request) -> AgentSession:
-        if self._for_this_machine:
-            http.require_local_host(request)
-        key = request.headers.get(KEY_HEADER) or http.key_of(request)
+    def _session(self, request: Request, body: object) -> AgentSession:
+        told = body.get("metadata") if isinstance(body, dict) else None
+        named = str(told.get(KEY_HEADER, "")) if isinstance(told, dict) else ""
+        key = request.headers.get(KEY_HEADER) or named or http.key_of(request)
         found = self._sessions.get(key)  # keys are random and live as long as their trajectory
         if found is None:
             raise ApiError(401, "the API key belongs to no trajectory that is running", code="invalid_api_key")
