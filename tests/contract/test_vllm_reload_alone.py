@@ -254,3 +254,70 @@ def test_a_loader_without_a_name_loads(make_model, loader):
     for seed in (1, 2):
         publish(reload, drawn(seed))
         serves(drawn(seed))
+
+
+EXPERTS, WIDE = 4, 128
+
+
+@pytest.fixture
+def experts_in_place(make_model, monkeypatch):
+    """As on Hopper, where vLLM computes with experts as they are stored: a model and what loads it."""
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from asyncrl.inference.vllm import layerwise_reload
+
+    class Mixture(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            shape = {"num_experts": EXPERTS, "top_k": 2, "hidden_size": HIDDEN, "intermediate_size": WIDE}
+            self.experts = FusedMoEFactory(**shape, params_dtype=torch.float32, prefix="experts")
+            self.norm = torch.nn.LayerNorm(HIDDEN, bias=False)
+
+        def load_weights(self, weights):
+            for name, tensor in weights:
+                if name == "norm.weight":
+                    getattr(self.norm.weight, "weight_loader", lambda p, t: p.data.copy_(t))(self.norm.weight, tensor)
+                else:
+                    list(self.experts.routed_experts.load_weights([(name.removeprefix("experts."), tensor)]))
+
+    monkeypatch.setattr(layerwise_reload, "computes_as_stored", lambda layer: isinstance(layer, RoutedExperts))
+    model = Mixture()
+    record_metadata_for_reloading(model)
+    config = SimpleNamespace(dtype=torch.float32, model="/absent", revision=None, trust_remote_code=False)
+    return model, layerwise_reload.Reload(model, config)
+
+
+def drawn_experts(seed):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"gate_proj": (WIDE, HIDDEN), "up_proj": (WIDE, HIDDEN), "down_proj": (HIDDEN, WIDE)}
+    made = {f"experts.{e}.{name}.weight": shape for e in range(EXPERTS) for name, shape in shapes.items()}
+    return {name: torch.randn(shape, generator=draw) for name, shape in (made | {"norm.weight": (HIDDEN,)}).items()}
+
+
+def test_experts_are_loaded_where_they_are_computed_with(experts_in_place):
+    model, reload = experts_in_place
+    layer = model.experts.routed_experts
+    places = layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()
+
+    def serves(weights):
+        for e in range(EXPERTS):
+            gate, up, down = (weights[f"experts.{e}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            assert torch.equal(layer.w13_weight[e], torch.cat([gate, up]))
+            assert torch.equal(layer.w2_weight[e], down)
+        assert torch.equal(model.norm.weight, weights["norm.weight"])
+        assert (layer.w13_weight.data_ptr(), layer.w2_weight.data_ptr()) == places
+
+    now: dict[str, torch.Tensor] = {}
+    for seed in (1, 2):
+        publish(reload, now := drawn_experts(seed))
+        serves(now)
+    some = ["experts.1.up_proj.weight", "norm.weight"]
+    assert sorted(reload.filled.layers_of(some)) == ["experts.routed_experts", "norm"]
+    publish(reload, part := {name: drawn_experts(3)[name] for name in some}, some)
+    serves(now | part)
+    with refused(model, reload, r"nothing came for 1 layers, the first is experts\.routed_experts"):
+        publish(reload, {"norm.weight": now["norm.weight"]})
+    publish(reload, now)
+    serves(now)

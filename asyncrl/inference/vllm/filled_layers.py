@@ -30,6 +30,8 @@ class FilledLayers:
         """The layers of the tensor that is being loaded."""
         self.ignored: dict[str, torch.Tensor] = {}
         """The tensors that no loader took, of the last load."""
+        self.taken: set[str] = set()
+        """The layers that took some."""
         modules = dict(model.named_modules())
         self.quantises = any(map(_quantises_itself, modules.values()))
         """Whether vLLM itself quantises some layers."""
@@ -53,9 +55,11 @@ class FilledLayers:
     def noted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """`tensors`, as the watched loaders take them."""
         self.ignored = {}
+        self.taken = set()
         for name, tensor in tensors:
             self._loading = self._filled[name] = set()
             yield name, tensor
+            self.taken |= self._loading
             if not self._loading:
                 self.ignored[name] = tensor
         self._loading = set()

@@ -7,7 +7,7 @@ complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import wraps
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -42,6 +43,11 @@ class Reload:
         """The model or layers that are being reloaded."""
         self._kernels: list[tuple[Any, Any]] = []
         self.filled = FilledLayers(model)
+        self._in_place = {layer: path for path, layer in model.named_modules() if computes_as_stored(layer)}
+        """Layers whose loaders write into the tensors that they compute with: the reload's detour costs more than the
+        copies where a layer has hundreds of tensors."""
+        for layer, path in self._in_place.items():
+            self.filled.watch(path, layer)
         trust = model_config.trust_remote_code
         named = ModelConfig(path=model_config.model, revision=model_config.revision, trust_remote_code=trust)
         self.names = PublishedNames(named)
@@ -58,6 +64,8 @@ class Reload:
         Raises WeightTransferError: the model cannot take published weights."""
         self.filled.require_loadable()
         self._reloaded = self._model if names is None else self._layers_of(names)
+        if self._in_place:
+            self._reloaded = _Layers(layer for layer in self._reloaded.modules() if layer not in self._in_place)
         self._let_experts_be_packed(self._reloaded)
         _name_loaders(self._reloaded)
         initialize_layerwise_reload(self._reloaded)
@@ -108,9 +116,9 @@ class Reload:
         """The layers with parameters of their own that got nothing, by path."""
         reached, found = set[int](), dict[str, torch.nn.Module]()
         for path, layer in self._model.named_modules():
-            info = get_layerwise_info(layer)
-            old = list(_old_parameters(layer).values() if info.can_load() else layer.parameters(recurse=False))
-            if not info.can_load() or info.load_numel:
+            info, old = get_layerwise_info(layer), _old_parameters(layer).values()
+            is_due = path not in self.filled.taken if layer in self._in_place else info.can_load()
+            if not is_due or info.load_numel:
                 reached.update(map(id, old))
             elif old and not is_deferred_attention_layer(layer):
                 found[path] = layer
@@ -144,6 +152,8 @@ class Reload:
         info = get_layerwise_info(layer)
         for parameter in layer.parameters(recurse=False):
             parameter.data.nan_to_num_(0.0)  # padding
+        if layer in self._in_place:
+            return
         if isinstance(method := getattr(layer, "quant_method", None), QuantizeMethodBase):
             method.process_weights_after_loading(layer)
         for name, old in _old_parameters(layer).items():
@@ -201,10 +211,28 @@ def _named(loader: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _old_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Of a layer that is being reloaded: the parameters that it computes with."""
-    tensors = get_layerwise_info(layer).kernel_tensors
-    assert tensors is not None, "a reload keeps the old tensors"
-    return tensors[0]
+    """The parameters that a layer computes with, also while it is being reloaded."""
+    info = get_layerwise_info(layer)
+    tensors = info.kernel_tensors if info.can_load() else None
+    return dict(layer.named_parameters(recurse=False)) if tensors is None else tensors[0]
+
+
+def computes_as_stored(layer: torch.nn.Module) -> bool:
+    """Whether the layer computes with its experts as a checkpoint has them: Triton's kernels on NVIDIA's GPUs, which
+    vLLM takes on Hopper."""
+    backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
+    return current_platform.is_cuda() and backend is UnquantizedMoeBackend.TRITON
+
+
+class _Layers(torch.nn.Module):
+    """These layers alone, for vLLM's reload, which asks a model for its modules."""
+
+    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
+        super().__init__()
+        self._layers = tuple(layers)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
+        return iter(self._layers)
 
 
 def reload_of(model: torch.nn.Module, config: Any) -> tuple[Reload, Decoder]:

@@ -39,7 +39,7 @@ from torch import nn
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.megatron.names import Coordinates, LocalTensor, describe
 from asyncrl.trainer.megatron.routing import RouterHooks
-from asyncrl.trainer.megatron.rows import PackedAttention
+from asyncrl.trainer.megatron.rows import PackedAttention, RowAngles
 from asyncrl.trainer.megatron.sizes import ModelSizes
 
 
@@ -207,6 +207,8 @@ class DecoderChunk(GPTModel):
             rope_scaling_factor=sizes.rope_factor or 1.0,
             vp_stage=stage,
         )
+        if config.transformer_impl == "local":
+            self.rotary_pos_emb = RowAngles(self.rotary_pos_emb.inv_freq)  # pyright: ignore[reportArgumentType] a tensor
         self.first_layer = get_transformer_layer_offset(config, stage)
         if critic and last:
             del self.output_layer

@@ -26,9 +26,9 @@ from asyncrl.trainer.step.batch import PackedTokens
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """A packed row as layers read it. `split` is for `PackedAttention`; `routing` and `experts`, of the tokens that
-    this rank routes, are for `RouterHooks`; the other fields are Megatron-core's, over the rows of all
-    context-parallel ranks."""
+    """A packed row as layers read it. `split` is for `PackedAttention` and `RowAngles`; `routing` and `experts`, of the
+    tokens that this rank routes, are for `RouterHooks`. Megatron-core's own fields stay empty for
+    its own layers, which then take the angles as they are."""
 
     split: SplitRow | None = None
     routing: RowRouting | None = None
@@ -41,6 +41,7 @@ def packed_row(
     context: dist.ProcessGroup,
     *,
     sequence_parallel: bool,
+    by_engine: bool = False,
     watched: WatchedRouters | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, PackedRow]:
     """This rank's token ids and positions, [1, n], and the row. Padding tokens are predicted by nothing.
@@ -49,6 +50,7 @@ def packed_row(
         at: this rank's.
         context: the context-parallel ranks.
         sequence_parallel: n is a multiple of the tensor-parallel ranks.
+        by_engine: layers are TransformerEngine's, which cut rows at their boundaries.
         watched: the routers, if they are hooked.
 
     Raises:
@@ -58,14 +60,10 @@ def packed_row(
     split = split_row(tokens.layout, ranks=context.size(), rank=context.rank(), multiple=multiple)
     real = split.tokens >= 0
     ids = tokens.input_ids[:, split.tokens.clamp(min=0)] * real
-    row = PackedRow(
-        qkv_format="thd",
-        cu_seqlens_q=split.whole.boundaries,
-        cu_seqlens_kv=split.whole.boundaries,
-        max_seqlen_q=split.whole.max_length,
-        max_seqlen_kv=split.whole.max_length,
-        split=split,
-    )
+    row = PackedRow(qkv_format="thd", split=split)
+    if by_engine:
+        row.cu_seqlens_q = row.cu_seqlens_kv = split.whole.boundaries
+        row.max_seqlen_q = row.max_seqlen_kv = split.whole.max_length
     # Under sequence parallelism a rank routes only its slice of the row.
     routed = split.tokens.chunk(multiple)[at.tensor] if sequence_parallel else split.tokens
     if watched is not None and watched.balances:
@@ -75,6 +73,28 @@ def packed_row(
         found = tokens.experts[routed.clamp(min=0)]
         row.experts = found.masked_fill_((routed < 0)[:, None, None], -1)
     return ids, split.positions[None], row
+
+
+class RowAngles(nn.Module):
+    """Rotary angles of a packed row, once for all layers, where Megatron-core expects its rotary embedding. That would
+    read the lengths of a row's sequences from the device for the queries and for the keys of each layer and pass."""
+
+    def __init__(self, frequencies: torch.Tensor) -> None:
+        super().__init__()
+        self._frequencies = frequencies
+
+    def get_rotary_seq_len(self, *args: Any) -> torch.Tensor:
+        """[n]: the positions of this rank's tokens, of which Megatron-core's embedding needs the number."""
+        row = args[-1]
+        assert isinstance(row, PackedRow), "rows come from `packed_row`"
+        assert row.split is not None, "rows come from `packed_row`"
+        return row.split.positions
+
+    def forward(self, positions: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """[n, 1, head size]. `kwargs`: how others cut the row."""
+        self._frequencies = self._frequencies.to(positions.device)
+        angles = torch.outer(positions.to(self._frequencies.dtype), self._frequencies)
+        return torch.cat((angles, angles), dim=-1)[:, None]
 
 
 def on_predictors(

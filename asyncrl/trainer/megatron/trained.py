@@ -132,6 +132,7 @@ class PipelineFrozen(Generic[Output]):
                 self._groups.coordinates,
                 self._groups.context,
                 sequence_parallel=config.sequence_parallel,
+                by_engine=config.transformer_impl == "transformer_engine",
                 watched=self._watched,
             )
             if row.routing is not None:  # shared by all chunks: each adds its layers
