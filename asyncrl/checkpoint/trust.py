@@ -29,7 +29,7 @@ _TAKEN = """
     rollout.sglang.record_experts rollout.sampling.keep_sets rollout.sampling.stop
     rollout.interleaved_tool_use.open rollout.interleaved_tool_use.close rollout.interleaved_tool_use.result_open
     rollout.interleaved_tool_use.result_close rollout.interleaved_tool_use.describe_tools
-    rollout.gymnasium.actions rollout.gymnasium.action_pattern
+    rollout.gymnasium.actions rollout.gymnasium.action_pattern rollout.nemo_gym.agent
     rollout.agent.sandbox.solution rollout.openenv.action rollout.openenv.action_tag rollout.openenv.observation
     reward.pattern reward.group.pairwise reward.judge.prompt reward.judge.answers reward.judge.pattern
     reward.judge.pairwise eval.pass_at

@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 import httpx
-from omegaconf import OmegaConf
+import yaml
 
 from asyncrl.config.recipe import Recipe
 from asyncrl.config.rollout import RolloutConfig
@@ -36,8 +36,8 @@ def agents_of(rollout: RolloutConfig) -> dict[str, str]:
     asked, do = f"rollout.nemo_gym.head={config.head}", "start NeMo Gym (`gym env start`) before the run"
     try:
         text = httpx.get(f"{config.head}/global_config_dict_yaml", timeout=_HEAD_S).raise_for_status().json()
-        servers: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        servers = dict(yaml.safe_load(text))
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(explain(asked, f"{type(error).__name__}: {error}", do)) from error
     kinds = {name: kinds.get("responses_api_agents") for name, kinds in servers.items() if isinstance(kinds, dict)}
     found = {name: next(iter(agents.values())) for name, agents in kinds.items() if agents}
