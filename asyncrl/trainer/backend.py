@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
 
@@ -41,21 +41,6 @@ class TrainingState(Protocol):
 
     def read(self, model: str, name: str, kind: TensorKind) -> torch.Tensor:
         """A whole tensor, float32. Raises ConfigError: it cannot be read."""
-        ...
-
-
-class WriteTrainingState(Protocol):
-    def __call__(self, directory: Path, state: TrainingState, configs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Writes `state` so that the backend's `load` reads it with any number of ranks. Reads a few tensors at a time.
-
-        Args:
-            directory: does not exist, or is empty.
-            configs: the Hugging Face config of each model of `state`, with a value for every key.
-
-        Raises:
-            ConfigError: `state` cannot be read.
-            StorageError: `directory` cannot be written.
-        """
         ...
 
 
