@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +18,6 @@ from asyncrl.trainer.megatron.supports import require_package, without_wandb
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import Peers
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import SendingRank, TensorSpec
 
 if TYPE_CHECKING:
     from asyncrl.trainer.megatron.models import MegatronModels
@@ -42,21 +41,12 @@ class MegatronBackend:
             raise ConfigError(explain("trainer.megatron.layers=transformer_engine", found, do))
         self._spec, self._rank, self._world_size = spec, rank, world_size
         on_device = _on_device(device)
-        self._models, step, self._publication = on_device(_build)(spec, device)
+        self._models, step, publication = on_device(_build)(spec, device)
         self.train_step, self.logprobs = on_device(step.train_step), on_device(step.logprobs)
         self.reference_kl = on_device(step.reference_kl)
+        self.weight_specs, self.sending_ranks = publication.specs, publication.senders
+        self.named_weights = publication.tensors
         self._captures = Captures()
-
-    def weight_specs(self) -> tuple[TensorSpec, ...]:
-        return self._publication.specs()
-
-    def sending_ranks(self) -> tuple[SendingRank, ...]:
-        """One for each pipeline stage."""
-        return self._publication.senders()
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainBackend`. Tensors are on the trainer's device and share no memory with the weights."""
-        return self._publication.tensors()
 
     def capture(self) -> None:
         numbers, parameters, live = {stored_state.TOTAL_STEPS: self._spec.total_steps}, {}, {}
