@@ -75,7 +75,7 @@ class BareVllm:
     def start(self, path: Path) -> None:
         from asyncrl.inference.vllm.launch import Launcher
 
-        self._launcher = Launcher(model_config(path), self.rollout.vllm, load_real_weights=True, seed=0)
+        self._launcher = Launcher(model_config(path), self.rollout.vllm, load_real_weights=True)
         self._launcher.start()
         self.inner = self._launcher.started.result(START_S)
         self.block_tokens = self.inner.vllm_config.cache_config.block_size
@@ -119,9 +119,7 @@ class BareSglang:
         os.environ.update(VARIABLES)
         if on_cpu:
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        arguments = engine_arguments(
-            model_config(path), self.rollout.sglang, load_real_weights=True, seed=0, on_cpu=on_cpu
-        )
+        arguments = engine_arguments(model_config(path), self.rollout.sglang, load_real_weights=True, on_cpu=on_cpu)
         from sglang.srt.entrypoints.engine import Engine
 
         self.inner = Engine(**arguments)

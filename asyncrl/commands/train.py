@@ -94,7 +94,8 @@ def _train(loaded: Loaded, arguments: argparse.Namespace, console: Console, fork
         recipe = replace(recipe, ray=replace(recipe.ray, gpu_memory_gib=machines[0].memory_gib))
         place_run(recipe, machines[1])
     # Phase 1: check everything and print the plan. A dry run ends here.
-    preflight.check_packages(recipe, missing_ok=dry_run)  # a dry run may be for another machine
+    if not dry_run:  # which may be for another machine
+        preflight.check_packages(recipe)
     recipe, found = preflight.with_fitting_batch(recipe, preflight.check_recipe(recipe, use_hub=not dry_run), loaded)
     say = plain_console().print
     say(f"asyncrl-train {name}", style="bold")

@@ -106,11 +106,6 @@ def call_tags(parser: CallParser, tools: Sequence[ToolSignature]) -> dict[str, s
     return {"<tool_call>": "</tool_call>"} if parser == "hermes" else {}
 
 
-def text_before_calls(text: str, parser: CallParser, tools: Sequence[ToolSignature]) -> str:
-    """What a reply with calls says before the first one."""
-    return text[: min((text.find(tag) for tag in call_tags(parser, tools) if tag in text), default=0)]
-
-
 class _Parsers(dict[Any, Parser]):
     """The parsers by name. That of a `TemplateFormat` is its own."""
 

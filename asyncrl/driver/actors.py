@@ -29,7 +29,7 @@ from asyncrl.driver.fleet.fleet_size import FleetLimits, FleetSize
 from asyncrl.driver.fleet.membership import PoolSettings
 from asyncrl.driver.fleet.model_pools import ClusterGpus, ModelPools
 from asyncrl.driver.fleet.replica_pool import ReplicaPool
-from asyncrl.driver.fleet.rollouters import Rollouters
+from asyncrl.driver.fleet.rollouters import POLICY, Rollouters
 from asyncrl.driver.fleet.trainer_pool import TrainerPool
 from asyncrl.driver.run_spec import RunSpec
 from asyncrl.errors import AsyncRLError, cause
@@ -214,7 +214,7 @@ class Actors:
         """Sends the table to the rollouters. The run server gets it asynchronously: nobody waits for it."""
         if self.server is not None:
             self.server.set_replicas(table)
-        await self.rollouter.set_replicas(table)
+        await self.rollouter.set_pool(POLICY, table)
 
     def _new_server(self) -> ServerKeeper:
         # Imported here: FastAPI is slow to import, and few runs serve.

@@ -352,16 +352,14 @@ def _parser_notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterato
     yield f"tool calls: {shown(parser)!r}, {how} (rollout.tool_use.parser)"
 
 
-def check_packages(recipe: Recipe, *, missing_ok: bool = False, trains: bool = True) -> None:
-    """Raises ConfigError if the chosen engine or a metric sink cannot run in this environment. `missing_ok`: packages
-    may be missing. `trains`: there will be trainer ranks."""
+def check_packages(recipe: Recipe, *, trains: bool = True) -> None:
+    """Raises ConfigError if the chosen engine or a metric sink cannot run in this environment. `trains`: there will be
+    trainer ranks."""
     for sink in recipe.observability.sinks:
-        if not missing_ok and importlib.util.find_spec(sink) is None:
+        if importlib.util.find_spec(sink) is None:
             found = f"the package {sink} is not installed"
             do = f"pip install 'asyncrl[{sink}]'" if sink == "tensorboard" else f"pip install {sink}"
             raise ConfigError(explain(f"observability.sinks={recipe.observability.sinks}", found, do))
-    if missing_ok:
-        return
     for replicas in (recipe.rollout, *(replicas for _, replicas in recipe.pools.values())):
         engines.require_package(replicas)
     require_backend(recipe.trainer.backend)

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from asyncrl.errors import (
 from asyncrl.inference.cpu_time import CpuTime
 from asyncrl.inference.engine import InferenceEngine, StagingEngine
 from asyncrl.inference.external_places import ExternalLimits, ExternalPlaces
+from asyncrl.inference.shared.streams import empty_chunk
 from asyncrl.inference.sleep import EngineSleep
 from asyncrl.remote.connection import HasConnections
 from asyncrl.remote.tasks import cancel, wait_event
@@ -135,7 +136,7 @@ class _InFlight:
     outbox: Outbox
     external: bool = False
     at_gate: bool = True
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
 
 
 class Replica(HasConnections):
@@ -247,8 +248,7 @@ class Replica(HasConnections):
             if entry is not None and entry.at_gate:
                 entry.at_gate = False
                 entry.outbox.add(_final(entry.request, self._engine.health().version))
-                if entry.task is not None:
-                    entry.task.cancel()
+                entry.task.cancel()
         await self._engine.abort(request_ids)
 
     async def forget_client(self, client_id: str) -> None:
@@ -389,8 +389,7 @@ class Replica(HasConnections):
         self._close_gate("the replica is stopping")
         await self._engine.stop()
         # The stopped engine has ended its requests; tasks that still wait at the gate are cancelled here.
-        tasks = [entry.task for entry in self._requests.values() if entry.task is not None]
-        await cancel(*tasks)
+        await cancel(*(entry.task for entry in self._requests.values()))
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -522,12 +521,4 @@ def _final(
     request: GenerationRequest, version: int | None, error: str | None = None, bad_request: bool = False
 ) -> TokenChunk:
     """The last chunk of a request, without tokens: aborted, or refused because of `error`."""
-    return TokenChunk(
-        request_id=request.request_id,
-        token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        version=-1 if version is None else version,
-        finish_reason="abort",
-        error=error,
-        bad_request=bad_request,
-    )
+    return empty_chunk(request, version, "abort", error=error, bad_request=bad_request)

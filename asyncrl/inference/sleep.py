@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.engine import InferenceEngine, SleepingEngine
@@ -19,9 +18,8 @@ class EngineSleep:
     Uses level 2, which drops the weights: every sleep ends with a publish of all weights.
     """
 
-    def __init__(self, engine: InferenceEngine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
-        self._clock = clock
         self._one = asyncio.Lock()
         """Serializes calls: a call continues after its caller gave up, so the next must wait for it."""
         self._asleep: list[str] = []
@@ -34,7 +32,7 @@ class EngineSleep:
     @property
     def asleep_s(self) -> float:
         """Total time asleep; each sleep counts until the weights have memory again."""
-        return self._asleep_s + (self._clock() - self._since if WEIGHTS in self._asleep else 0.0)
+        return self._asleep_s + (time.monotonic() - self._since if WEIGHTS in self._asleep else 0.0)
 
     async def begin(self) -> None:
         """Releases all memory of the paused engine; a partly woken engine is woken first. Idempotent.
@@ -46,7 +44,7 @@ class EngineSleep:
                 return
             await self._end()
             await self._sleeper().sleep()
-            self._asleep, self._since = [WEIGHTS, KV_CACHE], self._clock()
+            self._asleep, self._since = [WEIGHTS, KV_CACHE], time.monotonic()
 
     async def wake_weights(self) -> None:
         """Reallocates the weights, with undefined values. Idempotent."""
@@ -60,7 +58,7 @@ class EngineSleep:
 
     async def _wake_weights(self) -> None:
         if WEIGHTS in self._asleep:
-            slept_s = self._clock() - self._since
+            slept_s = time.monotonic() - self._since
             await self._wake(WEIGHTS)
             self._asleep_s += slept_s
 
@@ -70,10 +68,10 @@ class EngineSleep:
             await self._wake(KV_CACHE)
 
     async def _wake(self, part: str) -> None:
-        began = self._clock()
+        began = time.monotonic()
         await self._sleeper().wake_up([part])
         self._asleep.remove(part)
-        self.waking_s += self._clock() - began
+        self.waking_s += time.monotonic() - began
 
     def _sleeper(self) -> SleepingEngine:
         if not isinstance(self._engine, SleepingEngine):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from enum import Enum
 
 from asyncrl.errors import DeadlineExceeded, Process, ProcessDied
@@ -52,16 +51,15 @@ def failure_action(
 class RestartBudget:
     """Counts restarts: at most `max_restarts` within any `window_s` seconds."""
 
-    def __init__(self, max_restarts: int, window_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_restarts: int, window_s: float) -> None:
         self._max_restarts = max_restarts
         self._window_s = window_s
-        self._clock = clock
         self._times: deque[float] = deque()
         self.total = 0
 
     def take(self) -> bool:
         """Counts one restart; returns False without counting if the budget is spent."""
-        now = self._clock()
+        now = time.monotonic()
         while self._times and now - self._times[0] > self._window_s:
             self._times.popleft()
         if len(self._times) >= self._max_restarts:

@@ -27,10 +27,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class WaitTotals:
-    """Waits that ended since the last `take`: their number, the longest, and the largest fraction of a deadline used
-    (1: missed). Waits with `FOREVER_S` are left out."""
+    """Waits that ended since the last `take`: the longest, and the largest fraction of a deadline used (1: missed).
+    Waits with `FOREVER_S` are left out."""
 
-    ended: int = 0
     longest_s: float = 0.0
     deadline_used: float = 0.0
 
@@ -53,7 +52,6 @@ class Waits:
             if wait.timeout_s < FOREVER_S:
                 totals = self._totals
                 self._totals = WaitTotals(
-                    totals.ended + 1,
                     max(totals.longest_s, took_s),
                     max(totals.deadline_used, took_s / wait.timeout_s if wait.timeout_s > 0 else 1.0),
                 )

@@ -107,11 +107,6 @@ class Fleet:
             replica_id, row.state, stats.node, stats.pid, health.version, health.running, health.waiting
         )
 
-    @property
-    def loads(self) -> dict[int, int]:
-        """Requests in flight per serving replica."""
-        return self.client.loads
-
     def not_serving(self, only: int | None = None) -> str | None:
         """Why no replica (or not replica `only`) can answer now; None if one can."""
         reports = [report for report in self.reports if only in (None, report.replica_id)]

@@ -86,7 +86,7 @@ class ServingMetrics:
         metric("prefix_cache_hit_rate", "gauge", "Cached over all prompt tokens.", [("", hit_rate)])
         metric("generated_tokens_total", "counter", "Tokens in answers.", [("", self.generated_tokens)])
         metric("interruptions_total", "counter", "Times a response was resumed.", [("", self.interruptions)])
-        loads = [(f'{{replica="{i}"}}', n) for i, n in fleet.loads.items()]
+        loads = [(f'{{replica="{i}"}}', n) for i, n in fleet.client.loads.items()]
         metric("replica_requests", "gauge", "Requests in flight per replica.", loads)
         states = fleet.reports
         metric(

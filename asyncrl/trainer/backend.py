@@ -3,10 +3,10 @@ method together), `CheckpointReader` reads its checkpoints, as the `TrainingStat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
 
@@ -42,17 +42,6 @@ class TrainingState(Protocol):
     def read(self, model: str, name: str, kind: TensorKind) -> torch.Tensor:
         """A whole tensor, float32. Raises ConfigError: it cannot be read."""
         ...
-
-
-WriteTrainingState = Callable[[Path, TrainingState, Mapping[str, Mapping[str, Any]]], None]
-"""(directory, state, configs): writes `state` so that the backend's `load` reads it with any number of ranks. Reads a
-few tensors at a time.
-
-`directory` does not exist, or is empty. `configs`: the Hugging Face config of each model of `state`, with a value for
-every key.
-
-Raises ConfigError: `state` cannot be read; StorageError: `directory` cannot be written.
-"""
 
 
 class TrainBackend(Protocol):

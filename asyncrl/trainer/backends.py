@@ -38,7 +38,7 @@ class BackendSpec:
     state: str
     """`package.module:Class` of the `TrainingState`; called with the trainer directory of a checkpoint."""
     write_state: str
-    """`package.module:function`, a `WriteTrainingState`."""
+    """`package.module:function`; see `write_training_state`."""
     layout: str
     """`package.module:function`; called with (TrainerConfig, ModelFacts, key of the model); raises ConfigError if the
     ranks do not divide the model. The module imports no torch."""
@@ -157,7 +157,17 @@ def open_training_state(directory: Path, config_of: Callable[[str], Mapping[str,
 def write_training_state(
     to: str, directory: Path, state: TrainingState, configs: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """`WriteTrainingState` of backend `to`."""
+    """Writes `state` so that the `load` of backend `to` reads it with any number of ranks. Reads a few tensors at a
+    time.
+
+    Args:
+        directory: does not exist, or is empty.
+        configs: the Hugging Face config of each model of `state`, with a value for every key.
+
+    Raises:
+        ConfigError: `state` cannot be read.
+        StorageError: `directory` cannot be written.
+    """
     resolve_name(BACKENDS[to].write_state)(directory, state, configs)
 
 

@@ -59,13 +59,13 @@ def _copied(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
     if kept is None or not _agree(tensor, kept):
         kept = torch.empty_like(tensor, device="cpu")
         kept = _pinned(kept, tensor.device) if tensor.is_cuda else kept
-    _local(kept).copy_(_local(tensor), non_blocking=True)
+    local_part(kept).copy_(local_part(tensor), non_blocking=True)
     return kept
 
 
 def _pinned(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`copy`, whose values nobody has written yet, in pinned memory."""
-    local = _local(copy)
+    local = local_part(copy)
     pinned = pinned_empty(local.shape, local.dtype, device)
     if isinstance(copy, DTensor):
         copy._local_tensor = pinned
@@ -78,10 +78,11 @@ def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if isinstance(one, DTensor) and isinstance(other, DTensor) and one.placements != other.placements:
         return False
-    return _local(one).shape == _local(other).shape
+    return local_part(one).shape == local_part(other).shape
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a DTensor, which may lie on another device than its mesh; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

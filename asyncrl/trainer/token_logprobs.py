@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.trainer.model_tensors import logits_per_chunk
+from asyncrl.trainer.step.model import Peers
 
 IMPOSSIBLE = -1e4
 """Log-probability of a token outside the vocabulary: finite, and its probability is 0 in float32."""
@@ -125,7 +126,7 @@ class _Rows:
 
     first: int
     count: int
-    group: dist.ProcessGroup | None
+    peers: Peers
     chunk: int
     scale: float
     rules: LogitRules
@@ -139,17 +140,11 @@ class _Rows:
             count = min(max(split.size - first, 0), held)
         # By the rows held, not by `count`: all ranks must make the same reductions.
         chunk = max(1, (rules.per_chunk or logits_per_chunk(weight.device.type)) // held)
-        return cls(first, count, group, chunk, 1.0 / temperature, rules)
-
-    def reduced(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """`values`, reduced over all ranks in place."""
-        if self.group is not None:
-            dist.all_reduce(values, op=operation, group=self.group)
-        return values
+        return cls(first, count, Peers(group), chunk, 1.0 / temperature, rules)
 
     def own(self, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """1.0 if the target is one of this rank's rows, else 0.0; and its local row, 0 for the others."""
-        if self.group is None:
+        if self.peers.group is None:
             return torch.ones_like(targets_C, dtype=torch.float32), targets_C
         own_C = (targets_C >= self.first) & (targets_C < self.first + self.count)
         return own_C.float(), (targets_C - self.first).where(own_C, 0)
@@ -175,13 +170,13 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(start, start + rows.chunk)
             logits_CV = product(hidden_ND[part])
             largest_C = logits_CV.amax(-1) if rows.count else logits_CV.new_full((len(logits_CV),), -torch.inf)
-            shifted_CV = logits_CV.sub_(rows.reduced(largest_C, dist.ReduceOp.MAX)[:, None])
+            shifted_CV = logits_CV.sub_(rows.peers.largest(largest_C)[:, None])
             target_C, at_C = rows.own(targets_N[part])
             if rows.count:
                 target_C = target_C * shifted_CV.gather(-1, at_C[:, None]).squeeze(-1)
             exp_CV = shifted_CV.exp()
             sums = torch.stack([exp_CV.sum(-1), exp_CV.mul_(shifted_CV).sum(-1), target_C])  # in this order: in place
-            total_C, weighted_C, target_C = rows.reduced(sums, dist.ReduceOp.SUM)
+            total_C, weighted_C, target_C = rows.peers.add_up(sums)
             rest_C = total_C.log()
             logprobs_N[part] = target_C - rest_C
             logprobs_NK[part] = shifted_CV.gather(-1, others_NK[part]) - rest_C[:, None]

@@ -27,11 +27,8 @@ import torch
 import xxhash
 
 from asyncrl.types import DigestKind
+from asyncrl.types.splitmix import GOLDEN, MASK, MIX_1, MIX_2, mix
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
 _FOLD = 29
 _ROW_WORDS = 4096
 _CHUNK_ROWS = 64
@@ -77,12 +74,12 @@ def copy_with_digest(out: torch.Tensor, data: torch.Tensor, tensor_offset: int) 
 
 def combine(digest: int, slice_value: int) -> int:
     """The tensor digest `digest` with one more slice added."""
-    return (digest + slice_value) & _MASK
+    return (digest + slice_value) & MASK
 
 
 def _placed(value: int, tensor_offset: int, size: int) -> int:
     """Makes a hash depend on the offset and the length of its bytes."""
-    return _mix(value + _mix(tensor_offset * _GOLDEN + size))
+    return mix(value + mix(tensor_offset * GOLDEN + size))
 
 
 def _xxh3(data: np.ndarray, tensor_offset: int, out: np.ndarray | None) -> int:
@@ -128,8 +125,8 @@ def _row_sums(words: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
 
 def _mix_rows(rows: torch.Tensor) -> torch.Tensor:
     """[rows] int64 -> [rows] int64, nonlinear in the sum and in the row number."""
-    mixed = (torch.arange(1, rows.numel() + 1, device=rows.device) * _signed(_GOLDEN)).add_(rows)
-    for factor in (_MIX_1, _MIX_2):
+    mixed = (torch.arange(1, rows.numel() + 1, device=rows.device) * _signed(GOLDEN)).add_(rows)
+    for factor in (MIX_1, MIX_2):
         mixed ^= mixed >> 30
         mixed *= _signed(factor)
     return mixed.bitwise_xor_(mixed >> 31)
@@ -138,15 +135,7 @@ def _mix_rows(rows: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _column_weights(device: torch.device) -> torch.Tensor:
     """[_ROW_WORDS] int64: the numbers of splitmix64 seeded with 0, made odd."""
-    return torch.tensor([_signed(_mix((c + 1) * _GOLDEN) | 1) for c in range(_ROW_WORDS)], device=device)
-
-
-def _mix(value: int) -> int:
-    """The finaliser of splitmix64."""
-    value &= _MASK
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
-    return value ^ (value >> 31)
+    return torch.tensor([_signed(mix((c + 1) * GOLDEN) | 1) for c in range(_ROW_WORDS)], device=device)
 
 
 def _signed(value: int) -> int:

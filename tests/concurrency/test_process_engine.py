@@ -7,6 +7,7 @@ import pytest
 import pytest_asyncio
 
 from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import VllmEngineConfig
 from asyncrl.errors import WeightTransferError
 from asyncrl.inference.shared.process_engine import ProcessEngine
 from asyncrl.types import Manifest
@@ -22,7 +23,7 @@ class Processes(ProcessEngine):
     package, key = "test", "test"
 
     def __init__(self):
-        super().__init__(ModelConfig(path="m"), max_running=4, context_tokens=64, load_real_weights=True)
+        super().__init__(ModelConfig(path="m"), VllmEngineConfig(max_num_seqs=4), load_real_weights=True)
         self.answers = asyncio.Event()
         self.answers.set()
         self.samples = True

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.driver.fleet.rollouters import Rollouters, together
+from asyncrl.driver.fleet.rollouters import POLICY, Rollouters, together
 from asyncrl.errors import DeadlineExceeded, GenerationError, ProcessDied, RunFailed
 from asyncrl.remote.failure_policy import RestartBudget
 from asyncrl.remote.waits import MESSAGE_QUEUE, ROLLOUTER, replica
@@ -150,7 +150,7 @@ class Rig:
             raise died(replica(1))
 
     async def __aenter__(self):
-        await self.rollouters.set_replicas(self.rows.table)
+        await self.rollouters.set_pool(POLICY, self.rows.table)
         assert (await self.rollouters.start(5)).replicas == tuple(self.rows.table.rows)
         self.running = asyncio.create_task(self.rollouters.run())
         return self
@@ -171,8 +171,8 @@ async def test_a_death_is_answered_by_a_new_one_that_knows_the_replicas():
     async with Rig() as rig:
         first = rig.made[0]
         assert rig.rollouters.client_ids == (first.client_id,)
-        await rig.rollouters.set_replicas(rig.rows.put(1, version=7))
-        await rig.rollouters.set_replicas(rig.rows.put(0, state="held"))
+        await rig.rollouters.set_pool(POLICY, rig.rows.put(1, version=7))
+        await rig.rollouters.set_pool(POLICY, rig.rows.put(0, state="held"))
         first.die()
         await rig.restarted()
         assert [kind for kind, _ in rig.events] == ["rollouter_failed", "rollouter_restarted"]
@@ -225,8 +225,8 @@ async def test_during_a_restart_replicas_come_and_go_and_questions_have_an_answe
         await until(lambda: len(rig.made) >= 2)
         assert await rig.rollouters.partials(1) == []
         assert await rig.rollouters.stats(1) == last
-        await rig.rollouters.set_replicas(rig.rows.drop(0))
-        await rig.rollouters.set_replicas(rig.rows.put(2, Control("replica 2"), version=4))
+        await rig.rollouters.set_pool(POLICY, rig.rows.drop(0))
+        await rig.rollouters.set_pool(POLICY, rig.rows.put(2, Control("replica 2"), version=4))
         rig.made[1].gate.set()
         await rig.restarted()
         assert rig.made[1].known == {1: ("replica 1", None), 2: ("replica 2", 4)}
@@ -246,8 +246,8 @@ async def test_what_changes_while_the_new_one_is_told_is_told_too():
     async with Rig(kind=Slow) as rig:
         rig.made[0].die()
         await asyncio.wait_for(entered.wait(), 20)
-        await rig.rollouters.set_replicas(rig.rows.drop(0, 1))
-        await rig.rollouters.set_replicas(rig.rows.put(1, Control("another 1"), version=3))
+        await rig.rollouters.set_pool(POLICY, rig.rows.drop(0, 1))
+        await rig.rollouters.set_pool(POLICY, rig.rows.put(1, Control("another 1"), version=3))
         go_on.set()
         await rig.restarted()
         assert rig.made[1].known == {1: ("another 1", 3)}
@@ -266,7 +266,7 @@ async def test_a_table_that_comes_while_the_new_one_is_told_of_another_pool_is_t
         await rig.rollouters.set_pool("judge", rig.rows.table)
         rig.made[0].die()
         await asyncio.wait_for(entered.wait(), 20)
-        await rig.rollouters.set_replicas(rig.rows.drop(0))
+        await rig.rollouters.set_pool(POLICY, rig.rows.drop(0))
         go_on.set()
         await rig.restarted()
         assert rig.made[1].known.keys() == {1}
@@ -279,7 +279,7 @@ async def test_a_rollouter_that_is_found_gone_when_it_is_told_something_is_repla
             rig.made[0].die()
         else:
             rig.made[0].hangs = True
-        await rig.rollouters.set_replicas(rig.rows.put(5, Control("replica 5"), version=1))
+        await rig.rollouters.set_pool(POLICY, rig.rows.put(5, Control("replica 5"), version=1))
         await rig.restarted()
         assert rig.made[1].known.keys() == {0, 1, 5}
 
@@ -303,7 +303,7 @@ async def test_errors_of_others_and_of_its_own_loops_are_raised(error):
         with pytest.raises(type(error)):
             await rig.rollouters.stats(1)
         with pytest.raises(type(error)):
-            await rig.rollouters.set_replicas(rig.rows.put(5, Control("replica 5"), version=1))
+            await rig.rollouters.set_pool(POLICY, rig.rows.put(5, Control("replica 5"), version=1))
         assert (len(rig.made), rig.made[0].killed, rig.events) == (1, 0, [])
 
 
@@ -382,7 +382,7 @@ async def test_each_has_its_part_and_the_death_of_one_is_its_own():
         third = rig.made[2]
         assert third.known.keys() == {1}
         assert rig.rollouters.client_ids == (first.client_id, third.client_id)
-        await rig.rollouters.set_replicas(rig.rows.drop(1))
+        await rig.rollouters.set_pool(POLICY, rig.rows.drop(1))
         assert third.known.keys() == {0, 2}, "it has no replica of its own"
         for _ in range(2):
             await rig.rollouters.evaluate("held_out", 0, 5)

@@ -110,7 +110,7 @@ def test_what_cannot_be_quantised_is_refused_by_name(tmp_path):
     def arguments(quantization, dtype="bfloat16", *, on_cpu=False):
         model = ModelConfig(path=str(tmp_path), inference_dtype=dtype)
         settings = VllmEngineConfig(quantization=quantization)
-        return engine_arguments(model, settings, load_real_weights=False, seed=0, on_cpu=on_cpu)
+        return engine_arguments(model, settings, load_real_weights=False, on_cpu=on_cpu)
 
     assert arguments("mxfp8")["quantization"] == "mxfp8"
     assert arguments(QUANTIZATION, on_cpu=True)["quantization"] == QUANTIZATION

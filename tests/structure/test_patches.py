@@ -45,7 +45,6 @@ EXEMPT = (
             "imports ray._raylet.Config",
             "sets ray._private.ray_constants.ENABLE_RAY_CLUSTER",
             "calls setattr(Node, name, _start_nothing)",
-            "calls setattr(Node, name, method)",
         ),
     ),
     Exempt(

@@ -321,7 +321,7 @@ def test_the_feed_keeps_its_deadline_on_both_sides():
 
 def arguments(settings=None, *, on_cpu=True, real=False):
     settings = settings or VllmEngineConfig()
-    return engine_arguments(ModelConfig(path="m"), settings, load_real_weights=real, seed=3, on_cpu=on_cpu)
+    return engine_arguments(ModelConfig(path="m"), settings, load_real_weights=real, on_cpu=on_cpu)
 
 
 def test_what_vllm_is_started_with():

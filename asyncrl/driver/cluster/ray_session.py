@@ -106,8 +106,8 @@ def ray_cluster(
         stack.callback(ray.shutdown)
         with contextlib.ExitStack() as starting:
             if address is None:
-                starting.enter_context(_one_machine())
-                starting.enter_context(_few_processes())
+                _listen_on_one_machine(starting)
+                _start_few_processes(starting)
                 starting.enter_context(forks.asked_by_ray(ray_constants))
             try:
                 ray.init(
@@ -138,30 +138,21 @@ def _of_hub() -> dict[str, str]:
     return {"HF_HUB_OFFLINE": os.environ["HF_HUB_OFFLINE"]} if "HF_HUB_OFFLINE" in os.environ else {}
 
 
-@contextlib.contextmanager
-def _one_machine() -> Iterator[None]:
-    """Context in which Ray keeps 127.0.0.1, and all its servers listen there. Where Ray supports clusters of several
-    machines (not on macOS and Windows), it otherwise picks a reachable address and listens on all interfaces."""
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+def _listen_on_one_machine(starting: contextlib.ExitStack) -> None:
+    """Until `starting` ends, Ray keeps 127.0.0.1, and all its servers listen there. Where Ray supports clusters of
+    several machines (not on macOS and Windows), it otherwise picks a reachable address and listens on all
+    interfaces."""
+    starting.callback(setattr, ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER)
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-@contextlib.contextmanager
-def _few_processes() -> Iterator[None]:
-    """Context in which a Ray started by this process omits what one machine does not need: the autoscaler, the log
-    monitor and the dashboard's server. Each is a Python process that takes over a second of CPU time to start."""
-    left_out = [name for name in ("start_monitor", "start_log_monitor", "start_api_server") if hasattr(Node, name)]
-    before = {name: getattr(Node, name) for name in left_out}
-    for name in left_out:
-        setattr(Node, name, _start_nothing)
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(Node, name, method)
+def _start_few_processes(starting: contextlib.ExitStack) -> None:
+    """Until `starting` ends, a Ray started by this process omits what one machine does not need: the autoscaler, the
+    log monitor and the dashboard's server. Each is a Python process that takes over a second of CPU time to start."""
+    for name in ("start_monitor", "start_log_monitor", "start_api_server"):
+        if hasattr(Node, name):
+            starting.callback(setattr, Node, name, getattr(Node, name))
+            setattr(Node, name, _start_nothing)
 
 
 def _start_nothing(*_: Any, **__: Any) -> None:

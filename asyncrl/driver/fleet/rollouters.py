@@ -157,13 +157,10 @@ class Rollouters:
         current = self._members[0].current
         return await current.actor.call(timeout_s, Rollouter.score, tuple(sequences))
 
-    async def set_replicas(self, table: ReplicaTable) -> None:
-        """Gives the table to the rollouters, and later to each replacement. A rollouter that is not up yet gets it at
-        its start; one that dies during the call is replaced."""
-        await self.set_pool(POLICY, table)
-
     async def set_pool(self, key: str, table: ReplicaTable) -> None:
-        """`set_replicas` for the pool of another model. `key`: its section of the recipe."""
+        """Gives the table of one model's pool to the rollouters, and later to each replacement. A rollouter that is not
+        up yet gets it at its start; one that dies during the call is replaced. `key`: the model's section of the
+        recipe, or `POLICY`."""
         self._tables[key] = table
         await concurrently(self._tell(member) for member in self._members)
 

@@ -71,12 +71,7 @@ class RemoteEngine(ProcessEngine[RemoteStream]):
     def __init__(self, model: ModelConfig, settings: RemoteEngineConfig, *, load_real_weights: bool) -> None:
         """`settings.urls`: one address. `load_real_weights`: the server's weights count as version 0; otherwise nothing
         is sampled before the first publish."""
-        super().__init__(
-            model,
-            max_running=settings.max_num_seqs,
-            context_tokens=settings.context_tokens,
-            load_real_weights=load_real_weights,
-        )
+        super().__init__(model, settings, load_real_weights=load_real_weights)
         self._settings = settings
         (self._url,) = settings.urls
         self._labels = Labels(secrets.token_hex(8))

@@ -47,21 +47,12 @@ class SglangEngine(ProcessEngine[SglangStream]):
     key = "sglang"
     no_sleep = ("the memory saver is off", "set rollout.sglang.enable_memory_saver, on a GPU")
 
-    def __init__(
-        self, model: ModelConfig, settings: SglangEngineConfig, *, load_real_weights: bool, seed: int = 0
-    ) -> None:
-        """`load_real_weights`: load the model's files as version 0; otherwise random weights without a version. `seed`:
-        for sampling and random weights."""
-        super().__init__(
-            model,
-            max_running=settings.max_running_requests,
-            context_tokens=settings.context_tokens,
-            load_real_weights=load_real_weights,
-        )
+    def __init__(self, model: ModelConfig, settings: SglangEngineConfig, *, load_real_weights: bool) -> None:
+        """`load_real_weights`: load the model's files as version 0; otherwise random weights without a version."""
+        super().__init__(model, settings, load_real_weights=load_real_weights)
         self._settings = settings
         self._sleeps = settings.enable_memory_saver
         self._records = ("experts",) if settings.record_experts else ()
-        self._seed = seed
         self._pause_mode = ""
         self._host = HostProcess(self._distribute)
         self._transfer: _SglangPublishCalls | None = None
@@ -94,9 +85,7 @@ class SglangEngine(ProcessEngine[SglangStream]):
 
     async def _launch(self) -> None:
         on_cpu = runs_on_cpu()
-        arguments = engine_arguments(
-            self._model, self._settings, load_real_weights=self._real_weights, seed=self._seed, on_cpu=on_cpu
-        )
+        arguments = engine_arguments(self._model, self._settings, load_real_weights=self._real_weights, on_cpu=on_cpu)
         # With overlap scheduling, a step computed ahead would count for the next version: retract instead.
         self._pause_mode = "in_place" if arguments["disable_overlap_schedule"] else "retract"
         self._facts = await self._host.start(arguments, on_cpu=on_cpu)

@@ -180,8 +180,6 @@ class Host:
                     self._emit(replace(last, spans=output.spans, experts=experts))
                     return
             self._emit(end_output(rid, error="SGLang ended it without a word"))
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # task boundary: it becomes the request's error
             logger.exception("request %s failed", rid)
             self._emit(end_output(rid, error=f"{type(error).__name__}: {error}"))

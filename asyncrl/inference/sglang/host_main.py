@@ -166,12 +166,9 @@ def _check_context(engine: Any, context_length: int) -> None:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise EOFError("the replica has ended")
-        data += part
+    data = connection.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise EOFError("the replica has ended")
     return data
 
 

@@ -45,7 +45,7 @@ VARIABLES = {
 
 
 def engine_arguments(
-    model: ModelConfig, settings: SglangEngineConfig, *, load_real_weights: bool, seed: int, on_cpu: bool
+    model: ModelConfig, settings: SglangEngineConfig, *, load_real_weights: bool, on_cpu: bool
 ) -> dict[str, Any]:
     """The keyword arguments of SGLang's Engine. Raises ConfigError: a missing directory."""
     check_path(model.path)
@@ -55,7 +55,7 @@ def engine_arguments(
         "trust_remote_code": model.trust_remote_code,
         "dtype": model.inference_dtype,
         "load_format": "auto" if load_real_weights else "dummy",
-        "random_seed": seed,
+        "random_seed": 0,
         "tp_size": settings.tensor_parallel_size,
         "context_length": settings.context_tokens + SPARE_TOKENS,
         "max_running_requests": settings.max_running_requests,

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Seque
 from typing import Any, ClassVar, Generic, TypeVar
 
 from asyncrl.config.model import ModelConfig
+from asyncrl.config.rollout import EngineConfig
 from asyncrl.errors import BadRequest, ConfigError, GenerationError, WeightTransferError, explain
 from asyncrl.inference.shared.engine_queue import EngineQueue
 from asyncrl.inference.shared.publish_calls import PublishCalls
@@ -73,20 +74,13 @@ class ProcessEngine(ABC, Generic[S]):
     _records: tuple[str, ...] = ()
     """As `misfit`."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        *,
-        max_running: int,
-        context_tokens: int,
-        load_real_weights: bool,
-    ) -> None:
+    def __init__(self, model: ModelConfig, settings: EngineConfig, *, load_real_weights: bool) -> None:
         """`load_real_weights`: start as version 0; otherwise with version None."""
         self._model = model
-        self._context_tokens = context_tokens
+        self._context_tokens = settings.context_tokens
         self._real_weights = load_real_weights
         self._queue: EngineQueue[S] = EngineQueue(
-            max_running,
+            settings.decodes_at_once,
             self._send,
             time.monotonic,
             is_resumed=lambda stream: stream.request.first_position > 0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -102,9 +102,12 @@ class RequestStream:
             self.chunks.put_nowait(last)
 
 
-def empty_chunk(request: GenerationRequest, version: int | None, reason: FinishReason | None = None) -> TokenChunk:
+def empty_chunk(
+    request: GenerationRequest, version: int | None, reason: FinishReason | None = None, **refusal: Any
+) -> TokenChunk:
+    """`refusal`: `TokenChunk.error` and `bad_request`."""
     stamp = NO_VERSION if version is None else version
-    return TokenChunk(request.request_id, np.zeros(0, np.int32), np.zeros(0, np.float32), stamp, reason)
+    return TokenChunk(request.request_id, np.zeros(0, np.int32), np.zeros(0, np.float32), stamp, reason, **refusal)
 
 
 def spans_of(starts: Sequence[tuple[str, int]], first: int, count: int) -> list[tuple[int, int, int]]:

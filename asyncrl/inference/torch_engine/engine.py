@@ -42,16 +42,12 @@ class TorchEngine:
 
     Args:
         load_real_weights: load the model's files and start as version 0; otherwise random weights and version None.
-        replica_seed: seed of the random weights.
     """
 
-    def __init__(
-        self, model: ModelConfig, settings: TorchEngineConfig, *, load_real_weights: bool, replica_seed: int = 0
-    ) -> None:
+    def __init__(self, model: ModelConfig, settings: TorchEngineConfig, *, load_real_weights: bool) -> None:
         self._config = model
         self._settings = settings
         self._real_weights = load_real_weights
-        self._seed = replica_seed
         has_gpu = torch.cuda.is_available() or has_nvidia_gpu()
         chosen = settings.device if settings.device != "auto" else "cuda" if has_gpu else "cpu"
         self._device = torch.device(chosen)
@@ -284,7 +280,7 @@ class TorchEngine:
             self._device,
             max_model_len=self._settings.context_tokens,
             real_weights=self._real_weights,
-            seed=self._seed,
+            seed=0,
         )
         runner = ModelRunner(model, self._settings)
         with torch.inference_mode():

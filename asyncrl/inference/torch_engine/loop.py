@@ -6,26 +6,21 @@ import itertools
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from asyncrl.errors import GenerationError, explain
 from asyncrl.inference.shared.engine_queue import enqueue
+from asyncrl.inference.shared.streams import NO_VERSION, empty_chunk
 from asyncrl.inference.torch_engine.runner import ModelRunner, Prefill
 from asyncrl.inference.torch_engine.sampling import sample, sample_with_sets
 from asyncrl.inference.torch_engine.slots import SlotTable
 from asyncrl.types import FinishReason, GenerationRequest, PauseMode, TokenChunk
 
-NO_VERSION = -1
-"""Stamp of an empty chunk that ends a request before any version was committed."""
 _IDLE_WAIT_S = 1.0
-_EMPTY_IDS = np.zeros(0, np.int32)
-_EMPTY_LOGPROBS = np.zeros(0, np.float32)
-_NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -193,35 +188,27 @@ class DecodeLoop:
         started = time.perf_counter()
         slots = self._slots
         ids = None if request_ids is None else frozenset(request_ids)
-        self._finish(np.arange(slots.n) if ids is None else slots.rows_of(list(ids)), "abort")
-        self._waiting, self._scoring = self._without(self._waiting, ids), self._without(self._scoring, ids)
+        self._finish_each([(np.arange(slots.n) if ids is None else slots.rows_of(list(ids)), "abort")])
+        self._waiting = deque(self._without(self._waiting, ids))
+        self._scoring = deque(self._without(self._scoring, ids))
         if self._wave:
             # Places stay in the wave even if empty: they index its prompts.
-            for place, same in enumerate(self._wave.requests):
-                kept: deque[GenerationRequest] = deque()
-                for request in same:
-                    self._keep_or_end(request, ids, kept)
-                self._wave.requests[place] = list(kept)
+            self._wave.requests = [self._without(same, ids) for same in self._wave.requests]
             if self._wave.size == 0:
                 self._wave = None
         self.counters.abort_s = time.perf_counter() - started
         if ticket is not None:
             self._tickets.append(ticket)
 
-    def _without(self, queued: deque[GenerationRequest], ids: frozenset[str] | None) -> deque[GenerationRequest]:
+    def _without(self, queued: Iterable[GenerationRequest], ids: frozenset[str] | None) -> list[GenerationRequest]:
         """Ends the queued requests in `ids` (None: all) and returns the others."""
-        kept: deque[GenerationRequest] = deque()
+        kept = []
         for request in queued:
-            self._keep_or_end(request, ids, kept)
+            if ids is None or request.request_id in ids:
+                self._chunks.append(empty_chunk(request, self.counters.version, "abort"))
+            else:
+                kept.append(request)
         return kept
-
-    def _keep_or_end(
-        self, request: GenerationRequest, ids: frozenset[str] | None, kept: deque[GenerationRequest]
-    ) -> None:
-        if ids is None or request.request_id in ids:
-            self._emit(request.request_id, _EMPTY_IDS, _EMPTY_LOGPROBS, "abort")
-        else:
-            kept.append(request)
 
     def _round(self) -> None:
         """One scoring batch and one prefill pass, if any wait, then one decode step."""
@@ -339,9 +326,6 @@ class DecodeLoop:
             do = "look at train/grad_norm of the steps before it; float16 overflows where bfloat16 does not"
             raise GenerationError(explain(f"a token by version {self.counters.version}", found, do))
 
-    def _finish(self, rows: np.ndarray, reason: FinishReason) -> None:
-        self._finish_each([(rows, reason)])
-
     def _finish_each(self, ends: list[tuple[np.ndarray, FinishReason]]) -> None:
         for rows, reason in ends:
             for row in rows.tolist():
@@ -364,7 +348,7 @@ class DecodeLoop:
         ids: np.ndarray,
         logprobs: np.ndarray,
         reason: FinishReason | None,
-        extra: Mapping[str, np.ndarray] = _NOTHING,
+        extra: Mapping[str, np.ndarray],
     ) -> None:
         version = self.counters.version
         stamp = NO_VERSION if version is None else version

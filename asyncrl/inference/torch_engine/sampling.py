@@ -11,16 +11,12 @@ import numpy as np
 import torch
 
 from asyncrl.inference.shared.token_filters import kept_tokens
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_MASK_64 = (1 << 64) - 1
+from asyncrl.types.splitmix import GOLDEN, mix, mix_array
 
 
 def stream_key(seed: int) -> int:
     """The unsigned 64-bit initial state of the stream of `seed`, any Python integer."""
-    return int(_mix(np.array([seed & _MASK_64], dtype=np.uint64))[0])
+    return mix(seed)
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -29,17 +25,11 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     Args:
         keys: [N] uint64, from `stream_key`.
         positions: [N] int64, absolute response positions.
-    Source: SplitMix64 (Steele, Lea, Flood 2014), at an arbitrary position instead of in sequence. 52 bits, not 53: `u *
-        total` is then below `total` in float64 for every total, so that the inverse CDF never runs off its end.
+    Source: SplitMix64, at an arbitrary position instead of in sequence. 52 bits, not 53: `u * total` is then below
+        `total` in float64 for every total, so that the inverse CDF never runs off its end.
     """
-    state = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    state = mix_array(keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN))
     return (state >> np.uint64(12)) * 2.0**-52
-
-
-def _mix(state: np.ndarray) -> np.ndarray:
-    state = (state ^ (state >> np.uint64(30))) * _MIX_1
-    state = (state ^ (state >> np.uint64(27))) * _MIX_2
-    return state ^ (state >> np.uint64(31))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,17 +41,9 @@ class VllmEngine(ProcessEngine[VllmStream]):
     no_sleep = ("sleep mode is off", "set rollout.vllm.enable_sleep_mode, on a GPU")
     _scores = True
 
-    def __init__(
-        self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int = 0
-    ) -> None:
-        """`load_real_weights`: load the model's files as version 0; otherwise random weights without a version. `seed`:
-        for sampling and random weights."""
-        super().__init__(
-            model,
-            max_running=settings.max_num_seqs,
-            context_tokens=settings.context_tokens,
-            load_real_weights=load_real_weights,
-        )
+    def __init__(self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool) -> None:
+        """`load_real_weights`: load the model's files as version 0; otherwise random weights without a version."""
+        super().__init__(model, settings, load_real_weights=load_real_weights)
         self._settings = settings
         self._sleeps = settings.enable_sleep_mode
         self._guided = settings.structured_outputs
@@ -60,7 +52,7 @@ class VllmEngine(ProcessEngine[VllmStream]):
         self._expert_layers: list[int] = []
         self._images = None if model.image_directory is None else ImageStore(model.image_directory)
         self._token = 0  # of images
-        self._launcher = Launcher(model, settings, load_real_weights=load_real_weights, seed=seed)
+        self._launcher = Launcher(model, settings, load_real_weights=load_real_weights)
         self._llm: Any = None
         self._transfer: VllmPublishCalls | None = None
 

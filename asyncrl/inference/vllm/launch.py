@@ -42,7 +42,7 @@ _SHUTDOWN_S = 5.0
 
 
 def engine_arguments(
-    model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int, on_cpu: bool
+    model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, on_cpu: bool
 ) -> dict[str, Any]:
     """The keyword arguments of AsyncEngineArgs. Raises ConfigError: a missing directory, or a quantisation that vLLM
     does not support here."""
@@ -56,7 +56,7 @@ def engine_arguments(
         "quantization": settings.quantization,
         # Encoders of images come from the files: no publish has them.
         "load_format": "auto" if load_real_weights or model.image_directory is not None else "dummy",
-        "seed": seed,
+        "seed": 0,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "max_model_len": settings.context_tokens,
@@ -129,13 +129,13 @@ class Launcher:
     (`shared/orphan_watch.py`). The event loop stays free while vLLM loads.
     """
 
-    def __init__(self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool, seed: int) -> None:
+    def __init__(self, model: ModelConfig, settings: VllmEngineConfig, *, load_real_weights: bool) -> None:
         self.started: Future[Any] = Future()
         """The AsyncLLM, or the exception: ConfigError or vLLM's own."""
         self.counts: SchedulerCounts | None = None
         """None before the start, and with a user-defined scheduler."""
         self._model, self._settings = model, settings
-        self._load_real_weights, self._seed = load_real_weights, seed
+        self._load_real_weights = load_real_weights
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="vllm-launcher", daemon=True)
 
@@ -176,9 +176,7 @@ class Launcher:
 
         settings, counts = self._settings, self.counts
         on_cpu = current_platform.is_cpu()
-        arguments = engine_arguments(
-            self._model, settings, load_real_weights=self._load_real_weights, seed=self._seed, on_cpu=on_cpu
-        )
+        arguments = engine_arguments(self._model, settings, load_real_weights=self._load_real_weights, on_cpu=on_cpu)
         if on_cpu and arguments["enable_prefix_caching"] and _is_recurrent(self._model):
             logger.warning("vLLM's prefix cache is off: that of recurrent layers needs chunked prefills, not on a CPU")
             arguments["enable_prefix_caching"] = False

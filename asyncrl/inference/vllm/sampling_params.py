@@ -6,8 +6,7 @@ from typing import Any
 
 from asyncrl.inference.shared.request_checks import samplable_stops
 from asyncrl.types import GenerationRequest
-
-_MASK = (1 << 64) - 1
+from asyncrl.types.splitmix import GOLDEN, mix
 
 
 def sampling_params(request: GenerationRequest, vocab_size: int) -> Any:
@@ -48,13 +47,6 @@ def stream_seed(seed: int, first_position: int) -> int:
     """The seed of one vLLM request, in `[0, 2**63)`.
 
     vLLM's per-request generator cannot start in the middle of a stream, so a resumed request gets a new, independent
-    stream. Source: the finaliser of splitmix64 (Steele, Lea, Flood 2014), applied to each number.
+    stream. Source: the finaliser of SplitMix64, applied to each number.
     """
-    return _mix(_mix(seed & _MASK) + first_position) >> 1
-
-
-def _mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+    return mix(mix(seed + GOLDEN) + first_position + GOLDEN) >> 1

@@ -79,19 +79,12 @@ class FsdpBackend:
             and choose_attention(fsdp, Kernels.of(device)) != FLASH_ATTENTION,
         )
         self.train_step, self.logprobs, self.reference_kl = step.train_step, step.logprobs, step.reference_kl
-        self._publication = Publication(self._policy.causal_lm, self._models.layout, spec, device)
+        publication = Publication(self._policy.causal_lm, self._models.layout, spec, device)
+        self.weight_specs, self.named_weights = publication.specs, publication.tensors
         self._captures = Captures()
-
-    def weight_specs(self) -> tuple[TensorSpec, ...]:
-        return self._publication.specs()
 
     def sending_ranks(self) -> tuple[SendingRank, ...]:
         return (SendingRank(0, 0),)
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainBackend`. Tensors are on the trainer's device. A tensor that needed neither gathering nor a cast
-        shares memory with the master weights: read it before the next step."""
-        return self._publication.tensors()
 
     def capture(self) -> None:
         live = self._live_state() | self._facts()
@@ -144,7 +137,8 @@ class Publication:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective: every rank must exhaust the iterator."""
+        """Collective: every rank must exhaust the iterator. Tensors are on the trainer's device. A tensor that needed
+        neither gathering nor a cast shares memory with the master weights: read it before the next step."""
         for name, tensor in sharded_state.published_tensors(self._model):
             # cast before gathering: half the bytes for 16-bit replicas. Gathered on the device: its group is NCCL's.
             whole = sharded_state.full(tensor.to(self._device, getattr(torch, self._dtype_of(name)))).detach()

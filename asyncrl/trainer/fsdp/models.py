@@ -328,7 +328,8 @@ class Models:
     def _check_vocabulary(self, model: PreTrainedModel, asked: str) -> None:
         """Raises ConfigError: the vocabulary of `model` is too small for the policy's tokens. Models of one family may
         differ in unused rows. `preflight` checks that the tokens mean the same."""
-        rows, own = (_embedding_rows(m) for m in (model, self.policy.causal_lm))
+        embeddings: list[Any] = [m.get_input_embeddings() for m in (model, self.policy.causal_lm)]
+        rows, own = (embedding.weight.shape[0] for embedding in embeddings)
         if rows >= own:
             return
         named = self._spec.model
@@ -337,11 +338,6 @@ class Models:
         if rows < tokens:
             found = f"its embedding has {rows} rows, and the tokenizer of model.path={named.path} has {tokens} tokens"
             raise ConfigError(explain(asked, found, "name a model of the same vocabulary"))
-
-
-def _embedding_rows(model: PreTrainedModel) -> int:
-    embedding: Any = model.get_input_embeddings()
-    return embedding.weight.shape[0]
 
 
 # The value model of advantage gae: the policy's architecture with one output instead of the vocabulary.

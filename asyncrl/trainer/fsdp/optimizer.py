@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.trainer.backend import MOMENTS
-from asyncrl.trainer.host_copies import HostState, Slot
+from asyncrl.trainer.host_copies import HostState, Slot, local_part
 
 
 class Update:
@@ -60,20 +60,16 @@ class Update:
 
 
 def _slot(state: dict[str, torch.Tensor], name: str) -> Slot:
-    """`state[name]`; for a DTensor its shard, which may lie on another device than its mesh."""
+    """`state[name]`; for a DTensor its shard."""
 
-    def read() -> torch.Tensor:
-        tensor = state[name]
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-    def write(local: torch.Tensor) -> None:
+    def write(values: torch.Tensor) -> None:
         tensor = state[name]
         if isinstance(tensor, DTensor):
-            tensor._local_tensor = local
+            tensor._local_tensor = values
         else:
-            state[name] = local
+            state[name] = values
 
-    return Slot(read, write)
+    return Slot(lambda: local_part(state[name]), write)
 
 
 def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:

@@ -120,7 +120,7 @@ class FsdpTrainingState:
 
 
 def write_training_state(directory: Path, state: TrainingState, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """See `WriteTrainingState`."""
+    """See `backends.write_training_state`."""
     shapes: dict[str, tuple[int, ...]] = {}
     sources: dict[str, Any] = {}
     ready: dict[str, torch.Tensor] = {TOTAL_STEPS: torch.tensor(state.total_steps(), dtype=torch.int64)}

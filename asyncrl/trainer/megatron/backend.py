@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,11 +18,12 @@ from asyncrl.trainer.megatron.supports import require_package, without_wandb
 from asyncrl.trainer.step.loop import TrainingStep
 from asyncrl.trainer.step.model import Peers
 from asyncrl.trainer.trainer_spec import TrainerSpec
-from asyncrl.types import RankPlan, SendingRank, TensorSpec, TrainMetrics, Trajectory, TrajectoryKey
 
 if TYPE_CHECKING:
     from asyncrl.trainer.megatron.models import MegatronModels
     from asyncrl.trainer.megatron.publication import BlockPublication
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class MegatronBackend:
@@ -40,37 +40,13 @@ class MegatronBackend:
             found, do = f"this rank trains on {device}", "set trainer.megatron.layers=local, or train on GPUs"
             raise ConfigError(explain("trainer.megatron.layers=transformer_engine", found, do))
         self._spec, self._rank, self._world_size = spec, rank, world_size
-        self._on_device = _context(device)
-        with self._on_device():
-            self._models, self._step, self._publication = _build(spec, device)
+        on_device = _on_device(device)
+        self._models, step, publication = on_device(_build)(spec, device)
+        self.train_step, self.logprobs = on_device(step.train_step), on_device(step.logprobs)
+        self.reference_kl = on_device(step.reference_kl)
+        self.weight_specs, self.sending_ranks = publication.specs, publication.senders
+        self.named_weights = publication.tensors
         self._captures = Captures()
-
-    def train_step(self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]) -> TrainMetrics:
-        with self._on_device():
-            return self._step.train_step(plan, trajectories)
-
-    def reference_kl(
-        self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
-    ) -> dict[TrajectoryKey, float]:
-        with self._on_device():
-            return self._step.reference_kl(plan, trajectories)
-
-    def logprobs(
-        self, plan: RankPlan, trajectories: Mapping[TrajectoryKey, Trajectory]
-    ) -> dict[TrajectoryKey, torch.Tensor]:
-        with self._on_device():
-            return self._step.logprobs(plan, trajectories)
-
-    def weight_specs(self) -> tuple[TensorSpec, ...]:
-        return self._publication.specs()
-
-    def sending_ranks(self) -> tuple[SendingRank, ...]:
-        """One for each pipeline stage."""
-        return self._publication.senders()
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainBackend`. Tensors are on the trainer's device and share no memory with the weights."""
-        return self._publication.tensors()
 
     def capture(self) -> None:
         numbers, parameters, live = {stored_state.TOTAL_STEPS: self._spec.total_steps}, {}, {}
@@ -103,19 +79,19 @@ class MegatronBackend:
             torch.set_rng_state(random_state)
 
 
-def _context(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context in which Megatron-core computes on `device`."""
+def _on_device(device: torch.device) -> Callable[[F], F]:
+    """Returns a decorator of functions in which Megatron-core computes on `device`."""
     if device.type == "cuda":
-        return nullcontext
+        return lambda function: function
     from asyncrl.trainer.megatron import cpu
 
     cpu.import_megatron()
-    return cpu.cuda_as_cpu
+    return cpu.cuda_as_cpu()
 
 
 def bind_gemm() -> None:
     """Megatron-core leaves this name unbound without TransformerEngine, and its routers in float32 read it. On a CPU
-    after `_context`."""
+    after `_on_device`."""
     with without_wandb():
         utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):

@@ -80,7 +80,7 @@ class BlockPublication:
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole tensors of this stage on its sending rank; nothing on others. Collective over the owners of the
-        stage: each must exhaust the iterator."""
+        stage: each must exhaust the iterator. They are on the trainer's device and share no memory with the weights."""
         stage = self._rank // self._of_stage
         leader = stage * self._of_stage
         # Reused for every transfer: fresh memory would be zeroed by the system each time.

@@ -75,7 +75,7 @@ def write_training_state(
     configs: Mapping[str, Mapping[str, Any]],
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """See `WriteTrainingState`."""
+    """See `backends.write_training_state`."""
     numbers = {TOTAL_STEPS: state.total_steps()}
     for model, config in configs.items():
         numbers[model] = state.steps(model)

@@ -230,30 +230,28 @@ def pack(
     predictors, places = row.predictions(picks) if not empty else np.zeros((2, 1), np.int64)
     targets = row.input_ids[places] if not empty else np.zeros(1, np.int64)
 
-    def place(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return _place(array, device, dtype)
-
+    place = partial(_place, device=device)
     return PackedBatch(
         tokens=PackedTokens(
-            input_ids=place(row.input_ids, torch.int64)[None],
-            position_ids=place(row.positions, torch.int64)[None],
+            input_ids=place(row.input_ids)[None],
+            position_ids=place(row.positions)[None],
             layout=PackedLayout.of(row.lengths, device, rows=row.rows),
-            predictors=place(predictors, torch.int64),
-            targets=place(targets, torch.int64),
+            predictors=place(predictors),
+            targets=place(targets),
             temperature=temperature,
-            others=place(further["top_ids"], torch.int64) if "top_ids" in further else None,
-            experts=None if experts is None else place(experts, torch.int64),
-            kept=place(kept, torch.int64) if (kept := further.pop("kept_ids", None)) is not None else None,
+            others=place(further["top_ids"]) if "top_ids" in further else None,
+            experts=None if experts is None else place(experts),
+            kept=place(kept) if (kept := further.pop("kept_ids", None)) is not None else None,
         ),
-        behavior_logprobs=place(behavior, torch.float32),
-        advantages=place(advantages, torch.float32),
-        weights=place(weights, torch.float32),
-        sequences=place(sequences, torch.int64),
-        lags=place(step - np.concatenate(versions), torch.float32),
+        behavior_logprobs=place(behavior, dtype=torch.float32),
+        advantages=place(advantages, dtype=torch.float32),
+        weights=place(weights, dtype=torch.float32),
+        sequences=place(sequences),
+        lags=place(step - np.concatenate(versions), dtype=torch.float32),
         mask=torch.full((len(targets),), not empty, device=device),
         num_tokens=int(row.lengths.sum()) if microbatch else 0,
         extra={
-            name: place(array, torch.float32 if np.issubdtype(array.dtype, np.floating) else torch.int64)
+            name: place(array, dtype=torch.float32 if np.issubdtype(array.dtype, np.floating) else torch.int64)
             for name, array in further.items()
         },
     )

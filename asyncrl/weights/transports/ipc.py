@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from asyncrl.errors import ConfigError, TransferEnded, WeightTransferError, explain
+from asyncrl.errors import TransferEnded, WeightTransferError, explain
 from asyncrl.types import IpcSource
 from asyncrl.weights.digest import digest_for
 from asyncrl.weights.packing import Packer, Unpacker
@@ -39,6 +39,8 @@ from asyncrl.weights.transports.shared_segment import SharedSegment, attach
 logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = 4096
+_NUM_SLOTS = 2
+"""Buckets that can be in transfer concurrently: the memory is this multiple of a bucket."""
 _PROOF_BYTES = 16
 _SHARED, _DEVICE = 0, 1
 """Values of READY (the best medium that a receiver can read) and BEGIN (the medium that the publish uses)."""
@@ -55,23 +57,19 @@ class IpcSender(ChannelSender):
         bucket_bytes: int,
         num_receivers: int,
         *,
-        num_slots: int = 2,
         device: str | torch.device = "cpu",
         make_medium: MakeMedium | None = None,
         make_stage: MakeStage = Stage,
     ) -> None:
         """
         Args:
-            num_slots: buckets that can be in transfer concurrently; the memory is `num_slots * bucket_bytes`.
             device: where the weights live.
             make_medium: allocates device memory of the given size; default: on `device`, if it is a GPU.
             make_stage: makes the copier from device memory to shared memory.
         """
         self._device = torch.device(device)
         super().__init__("an ipc transfer", bucket_bytes, num_receivers, digest_for(self._device))
-        if num_slots < 1:
-            raise ConfigError(explain("an ipc transfer", f"{num_slots} slots", "use at least 1"))
-        self._ring_bytes = _slot_bytes(bucket_bytes) * num_slots
+        self._ring_bytes = _slot_bytes(bucket_bytes) * _NUM_SLOTS
         self._make_medium = make_medium
         if make_medium is None and self._device.type == "cuda":
             self._make_medium = lambda nbytes: CudaMedium.take(nbytes, self._device)
@@ -141,7 +139,7 @@ class IpcSender(ChannelSender):
                 self._warn(str(error))
             else:
                 buffers = _slots(self._medium.data[: self._ring_bytes], self._bucket_bytes)
-                self._stage = self._make_stage(buffers) if len(buffers) > 1 else None
+                self._stage = self._make_stage(buffers)
                 proof = secrets.token_bytes(_PROOF_BYTES)
                 self._medium.data[self._ring_bytes :].copy_(torch.frombuffer(bytearray(proof), dtype=torch.uint8))
                 self._medium.synchronize()
