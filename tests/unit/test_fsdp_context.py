@@ -56,24 +56,8 @@ def test_a_model_of_unknown_sizes_is_left_to_the_start():
     require_fits(trainer(6, 3), ModelFacts("org/model", is_local=False))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "context", "fsdp", "found"),
-    [
-        (4, 3, {}, "it does not divide trainer.num_ranks=4"),
-        (4, 2, {"attention": "flash_attention_2"}, "does not exchange tokens for heads"),
-    ],
-)
-def test_what_cannot_share_rows_is_refused_by_name(ranks, context, fsdp, found):
-    with pytest.raises(ConfigError, match=found):
-        trainer(ranks, context, **fsdp)
-
-
 def test_megatron_has_its_own_layout():
     assert TrainerConfig(num_ranks=3, backend="megatron").layout == Layout(3)
-    with pytest.raises(ConfigError, match=r"set trainer\.megatron\.context_parallel=2"):
-        TrainerConfig(num_ranks=2, backend="megatron", fsdp=FsdpConfig(context_parallel=2))
-    with pytest.raises(ConfigError, match="head_dtype=float32"):
-        TrainerConfig(backend="megatron", fsdp=FsdpConfig(head_dtype="float32"))
 
 
 def test_consecutive_ranks_share_a_plan():

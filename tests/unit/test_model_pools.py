@@ -41,10 +41,5 @@ def test_a_replica_of_a_pool_lives_on_one_node():
         pool_gpus(teacher, ClusterGpus(8, (1, 1)))
 
 
-def test_a_pool_shares_no_gpu_with_a_rank():
-    with pytest.raises(ConfigError, match=r"vllm\.gpu_share=0\.5 of a teacher or judge"):
-        recipe("teacher.engine=vllm", "teacher.vllm.gpu_share=0.5")
-
-
 def test_a_run_without_pools_takes_none():
     assert pool_gpus(quickstart(), ClusterGpus(8, (0,))) == {}
