@@ -1,7 +1,5 @@
 """What tests of environments share: tokenizers with known chat templates, and a session that says what it is told."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import asynccontextmanager
