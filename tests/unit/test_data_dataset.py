@@ -71,22 +71,6 @@ def test_a_directory_with_both_formats_is_refused(tmp_path: Path) -> None:
         load_rows(str(tmp_path))
 
 
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", "a", "b")
-    path.write_text(path.read_text().replace('"ground_truth": "1", ', ""))
-    with pytest.raises(DataError, match=rf"{path}:2\nfound: reward_model has no ground_truth"):
-        load_rows(str(path))
-
-
-def test_a_bad_parquet_row_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "t.parquet"
-    rows = records("a", "b", "c")
-    rows[2]["prompt"] = []
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    with pytest.raises(DataError, match=rf"{path}:row 2\nfound: prompt is empty"):
-        load_rows(str(path))
-
-
 def test_a_missing_file_names_the_closest_one(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "arithmetic_train.jsonl", "a")
     with pytest.raises(DataError, match=r"(?s)no such file.*holds arithmetic_train\.jsonl.*do: .*arithmetic_train"):

@@ -71,14 +71,10 @@ def test_a_bad_record_is_refused_by_name(case: str) -> None:
     assert len(message.splitlines()[2]) > len("do:    ")
 
 
-def test_bad_json_names_line_and_column() -> None:
-    with pytest.raises(DataError, match=r"train\.jsonl:3\nfound: not JSON: .* at column 12"):
-        RowReader().line('{"prompt": nope}', "train.jsonl:3")
-
-
 @pytest.mark.parametrize(
     ("line", "found"),
     [
+        ('{"prompt": nope}', "not JSON: .* at column 12"),
         ('{"prompt": "a \\ud83d b", "answer": "1"}', r"half a character: '\\ud83d'"),
         ('{"prompt": "a", "answer": "\\uDC00"}', r"half a character: '\\udc00'"),
         ('{"prompt": "a", "answer": "1", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),

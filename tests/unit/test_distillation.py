@@ -60,23 +60,6 @@ def test_further_arrays_travel_with_their_trajectory(tmp_path):
     assert all(t.extra for t in mask_older(older, 1).trajectories)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"teacher_logprobs": np.zeros(3, np.float32)},
-        {"teacher_logprobs": np.array([0, -1, -np.inf, 0], np.float32)},
-        {"teacher_logits": np.zeros(4, np.float32)},
-        {"top_ids": np.zeros(4, np.int32)},
-        {"top_ids": np.zeros((3, 2), np.int32)},
-        {"top_ids": np.full((4, 2), -1, np.int32)},
-        {"top_logprobs": np.full((4, 2), -np.inf, np.float32)},
-    ],
-)
-def test_an_array_that_is_not_of_the_tokens_is_refused(extra):
-    with pytest.raises(ValueError, match="extra"):
-        replace(trajectory(), extra=extra).normalized().validate()
-
-
 def planned(made):
     plan = tuple(
         TrainSequence(0, i, 0.0, Lengths(3, len(t.response_ids), t.num_trained_tokens), owner=i)
