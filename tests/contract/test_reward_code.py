@@ -5,9 +5,9 @@ import json
 import pytest
 
 from asyncrl.config.rewards import CodeRewardConfig, RewardConfig
-from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards import build_reward
 from tests.contract.test_reward_code_programs import result_of
+from tests.make import row
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -79,15 +79,13 @@ def test_a_limit_is_reported() -> None:
 
 def test_all_tests_of_a_response_share_its_time() -> None:
     tests = {"inputs": ["", ""], "outputs": ["1", "1"]}
-    row = PromptRow((ChatMessage("user", "?"),), json.dumps(tests), "code", (), "f:1")
     reward = build_reward(RewardConfig(function="code", code=CodeRewardConfig(timeout_s=4.0)))
-    parts = dict(reward("```python\nimport time\ntime.sleep(2.5)\nprint(1)\n```", row).parts)
+    parts = dict(reward("```python\nimport time\ntime.sleep(2.5)\nprint(1)\n```", row(json.dumps(tests))).parts)
     assert (parts["correct"], parts["out_of_limits"]) == (0.0, 1.0)
 
 
 def test_a_response_without_a_program_is_no_answer() -> None:
-    row = PromptRow((ChatMessage("user", "?"),), json.dumps(SUMS), "code", (), "f:1")
-    silent = build_reward(RewardConfig(function="code"))("print(3)", row)
+    silent = build_reward(RewardConfig(function="code"))("print(3)", row(json.dumps(SUMS)))
     assert silent.parts[:2] == (("correct", 0.0), ("answered", 0.0))
 
 
