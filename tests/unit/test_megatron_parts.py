@@ -141,11 +141,6 @@ def test_a_quantised_checkpoint_is_refused_before_the_run(backend):
         require_trains(backend, quantised, "algorithm.critic.path")
 
 
-def test_the_ranks_of_the_quickstart_share_one_plan():
-    recipe = load_recipe(QUICKSTART, [])
-    assert recipe.trainer.layout.num_plans == 1
-
-
 def test_stages_that_send_have_what_they_need():
     staged = ["trainer.megatron.tensor_parallel=1", "trainer.megatron.pipeline_parallel=2"]
     assert load_recipe(QUICKSTART, staged).trainer.megatron.pipeline_parallel == 2

@@ -263,15 +263,6 @@ def test_bad_input_exits_with_2_and_starts_nothing(tmp_path, capsys, monkeypatch
     assert not directory.exists()
 
 
-def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):
-    recipe = ROOT / "recipes" / "dapo_qwen.yaml"
-    assert cli.main([str(recipe), "--dry-run", f"run.dir={tmp_path / 'run'}"]) == 0
-    plan = capsys.readouterr().out
-    assert "fully_async" in plan
-    assert "nothing was started" in plan
-    assert not (tmp_path / "run").exists()
-
-
 QWEN_32B = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648,
     "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
@@ -389,40 +380,52 @@ def test_a_dry_run_says_what_copies_a_publish_takes(overrides, sent, staged, hub
 
 
 @pytest.mark.parametrize(
-    ("overrides", "asked", "found", "do"),
+    ("name", "words", "said"),
     [
         (
-            ["trainer.fsdp.offload_optimizer=false"],
-            "trainer.num_ranks=8 for model.path=Qwen/Qwen2.5-32B",
-            "of the 80 GiB",
-            ["trainer.fsdp.offload_optimizer=true (", "or trainer.num_ranks=16 ("],
+            "dapo_qwen",
+            "trainer.fsdp.offload_optimizer=false",
+            r"ranks=8 for model.path=Qwen/Qwen2.5-32B .*of the 80 GiB .*offload_optimizer=true \(.* or .*ranks=16 \(",
         ),
-        (["ray.gpu_memory_gib=48"], "with micro-batches of 22528 tokens", "of the 48 GiB", ["trainer.num_ranks=32 ("]),
+        ("dapo_qwen", "ray.gpu_memory_gib=48", r"micro-batches of 22528 tokens .*of the 48 GiB .*num_ranks=32 \("),
+        ("dapo_qwen", "ray.gpu_memory_gib=24", r"needs about 62 GiB.*of the 24 GiB.*context_parallel=8 \("),
+        ("dapo_qwen", "ray.gpu_memory_gib=12", "needs about 62 GiB.*of the 12 GiB.*train a smaller model"),
         (
-            ["ray.gpu_memory_gib=24"],
-            "a rank needs about 62 GiB",
-            "of the 24 GiB",
-            ["trainer.fsdp.context_parallel=8 ("],
-        ),
-        (["ray.gpu_memory_gib=12"], "a rank needs about 62 GiB", "of the 12 GiB", ["train a smaller model"]),
-        (
-            ["trainer.backend=megatron", "trainer.megatron.tensor_parallel=1"],
-            "GiB before activations, and has",
-            "of the 80 GiB",
-            ["set trainer.megatron.tensor_parallel="],
+            "dapo_qwen",
+            "trainer.backend=megatron trainer.megatron.tensor_parallel=1",
+            r"GiB before activations, and has.*of the 80 GiB.*set trainer\.megatron\.tensor_parallel=",
         ),
         (
-            ["rollout.vllm.tensor_parallel_size=1", "rollout.num_replicas=8", "ray.gpu_memory_gib=70"],
-            "a replica of",
-            "61 GiB for weights",
-            ["rollout.vllm.tensor_parallel_size=2"],
+            "dapo_qwen",
+            "rollout.vllm.tensor_parallel_size=1 rollout.num_replicas=8 ray.gpu_memory_gib=70",
+            r"a replica of.*61 GiB for weights.*rollout\.vllm\.tensor_parallel_size=2",
         ),
+        ("dapo_qwen", "--on 8xH100", "nodes with 8 GPUs: 8 of 16"),
+        ("gsm8k_qwen", "--on 2xRTX4090", "of the 24 GiB of its GPU"),
+        ("gsm8k_qwen", "--on 2xV100", "known are A100-40GB"),
+        # layouts that experts forbid are passed over
+        (
+            "grpo_qwen3_30b_a3b",
+            "trainer.backend=megatron trainer.num_ranks=8 trainer.megatron.expert_parallel=8 ray.gpu_memory_gib=20",
+            r"GiB before activations, and has.*set trainer\.num_ranks=",
+        ),
+        # more ranks are advised without more copies
+        (
+            "dapo_qwen",
+            "trainer.num_ranks=16 trainer.fsdp.shard_ranks=4",
+            r"trainer\.num_ranks=32 trainer\.fsdp\.shard_ranks=null \(",
+        ),
+        # what does not divide the model
+        (
+            "dapo_qwen_megatron",
+            "trainer.megatron.tensor_parallel=16 trainer.megatron.pipeline_parallel=1",
+            "40, the attention heads",
+        ),
+        ("dapo_qwen", "trainer.num_ranks=64 trainer.fsdp.context_parallel=16", "40 attention heads and 8 key-value"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_layout_that_does(overrides, asked, found, do, hub_cache, dry_run):
-    error = dry_run("dapo_qwen", *overrides, code=2)
-    for part in (asked, found, *do):
-        assert part in error
+def test_what_does_not_fit_is_refused_with_a_layout_that_does(name, words, said, hub_cache, dry_run):
+    assert re.search(said, dry_run(name, *words.split(), code=2))
 
 
 @pytest.mark.parametrize(
@@ -463,18 +466,6 @@ def test_a_dry_run_for_named_machines_says_what_a_step_takes(hub_cache, dry_run)
     assert max(map(int, seconds[1:])) <= int(seconds[0]) < sum(map(int, seconds[1:]))
     assert "responses (--mean-response) of 6000 tokens" in plan
     assert "one after the other" in dry_run("gsm8k_qwen", "mode=sync", "--on", "2xA100")
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "found"),
-    [
-        ("dapo_qwen", ["--on", "8xH100"], "nodes with 8 GPUs: 8 of 16"),
-        ("gsm8k_qwen", ["--on", "2xRTX4090"], "of the 24 GiB of its GPU"),
-        ("gsm8k_qwen", ["--on", "2xV100"], "known are A100-40GB"),
-    ],
-)
-def test_machines_that_do_not_hold_a_run_are_refused(name, words, found, hub_cache, dry_run):
-    assert found in dry_run(name, *words, code=2)
 
 
 COLOCATED = "placement=colocated", "mode=sync", "weights.transport=ipc"
@@ -557,13 +548,6 @@ def test_a_machine_that_is_too_small_is_told_what_would_fit_it(name):
         place_run(load_recipe(ROOT / "recipes" / f"{name}.yaml", []), [8])
 
 
-def test_layouts_that_experts_forbid_are_passed_over(hub_cache, dry_run):
-    experts = "trainer.backend=megatron", "trainer.num_ranks=8", "trainer.megatron.expert_parallel=8"
-    error = dry_run("grpo_qwen3_30b_a3b", *experts, "ray.gpu_memory_gib=20", code=2)
-    assert "GiB before activations, and has" in error
-    assert "set trainer.num_ranks=" in error
-
-
 def test_ranks_that_share_rows_are_announced_and_placed_together(hub_cache, dry_run):
     shares = "trainer.fsdp.context_parallel=4"
     plan = dry_run("dapo_qwen", shares)
@@ -571,8 +555,6 @@ def test_ranks_that_share_rows_are_announced_and_placed_together(hub_cache, dry_
     for shards, together in (("2", 4), ("8", 8)):
         recipe = load_recipe(ROOT / "recipes" / "dapo_qwen.yaml", [shares, f"trainer.fsdp.shard_ranks={shards}"])
         assert Demand.of(recipe).ranks_together == together
-    error = dry_run("dapo_qwen", "trainer.num_ranks=64", "trainer.fsdp.context_parallel=16", code=2)
-    assert "40 attention heads and 8 key-value heads" in error
 
 
 def test_the_share_of_an_engine_that_decides_itself_is_its_usual_one(hub_cache, dry_run):
@@ -596,23 +578,14 @@ def test_only_gpus_that_may_be_seen_count(tmp_path, monkeypatch):
     assert gpu_bytes(recipe) is None
 
 
-def test_more_ranks_are_advised_without_more_copies(hub_cache, dry_run):
-    error = dry_run("dapo_qwen", "trainer.num_ranks=16", "trainer.fsdp.shard_ranks=4", code=2)
-    assert "trainer.num_ranks=32 trainer.fsdp.shard_ranks=null (" in error
-
-
-def test_a_layout_that_does_not_divide_a_cached_model_is_refused(hub_cache, dry_run):
-    error = dry_run(
-        "dapo_qwen_megatron", "trainer.megatron.tensor_parallel=16", "trainer.megatron.pipeline_parallel=1", code=2
-    )
-    assert "40, the attention heads" in error
-
-
 @pytest.mark.parametrize("name", ["dapo_qwen", "dapo_qwen_megatron", "grpo_qwen3_30b_a3b", "retool_qwen", "gsm8k_qwen"])
-def test_recipes_of_real_size_pass_a_dry_run(name, dry_run):
+def test_recipes_of_real_size_pass_a_dry_run(name, dry_run, tmp_path):
     """Without a GPU, the packages of one, or the hub."""
-    plan = dry_run(name)
+    plan = dry_run(name, f"run.dir={tmp_path / 'run'}")
     assert "the recipe is valid" in plan
+    assert load_recipe(ROOT / "recipes" / f"{name}.yaml", []).mode in plan
+    assert "nothing was started" in plan
+    assert not (tmp_path / "run").exists()
 
 
 def test_experts_are_replayed_by_the_backend_that_can():

@@ -23,7 +23,6 @@ from asyncrl.data.tool_calls import (
     tools_for,
     with_tools,
 )
-from tests.environments import QWEN
 from tests.templates_of_calls import CALLS, EACH, END, JSON, NAME, OBJECT, PAIRS, reply_with, template_of
 
 PROPERTIES = {
@@ -166,7 +165,6 @@ def test_schemas_that_say_nothing_leave_types_open():
 )
 def test_a_format_that_has_a_name_goes_by_it(calls, name):
     assert parser_for("auto", template_of(calls)) == name
-    assert parser_for("auto", QWEN) == "hermes"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from asyncrl.types import Segment
-from tests.make import group, trajectory
+from tests.make import trajectory
 
 
 @pytest.mark.parametrize(
@@ -31,13 +31,3 @@ def test_a_malformed_trajectory_is_refused(broken):
     good = trajectory().validate()
     with pytest.raises(ValueError, match=f"{next(iter(broken))}|segment"):
         replace(good, **broken).normalized().validate()
-
-
-def test_the_oldest_version_is_that_of_the_policy_alone():
-    mixed = replace(
-        trajectory(),
-        segments=(Segment(0, 2, 1, 0, "environment"), Segment(2, 4, 7, 0)),
-        loss_mask=np.array([False, False, True, True]),
-    )
-    assert mixed.validate().oldest_version == 7
-    assert group(versions=(3, 5)).oldest_version == 3
