@@ -7,9 +7,9 @@ import pytest
 
 from asyncrl.config.paths import is_place
 from asyncrl.data.dataset import HubName, load_rows, parse_hub_name, read_hub
-from asyncrl.data.rows import ChatMessage, parse_record
+from asyncrl.data.rows import ChatMessage
 from asyncrl.errors import DataError
-from tests.unit.test_data_rows import RECORD
+from tests.unit.test_data_rows import GSM8K, PLAIN, RECORD
 
 
 def records(*questions: str) -> list[dict]:
@@ -150,8 +150,6 @@ def test_the_hub_reader_reads_what_the_datasets_library_gives(tmp_path: Path, mo
 # -- schemas -----------------------------------------------------------------------------------------------------------
 
 
-GSM8K = {"question": "What is 6 * 7?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42", "pass_rate": 0.25}
-PLAIN = {"prompt": "What is 6 * 7?", "answer": 42, "pass_rate": 0.25}
 CHAT = {"prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "?"}], "answer": "42"}
 
 
@@ -182,26 +180,3 @@ def test_a_system_prompt_stands_before_rows_that_have_none(tmp_path: Path) -> No
     first, second = load_rows(str(path), system_prompt="Think.")
     assert [m.content for m in first.messages] == ["Think.", "What is 6 * 7?"]
     assert [m.content for m in second.messages] == ["Be short.", "?"]
-
-
-@pytest.mark.parametrize(
-    ("record", "schema", "found"),
-    [
-        ({"text": "x"}, "auto", "the keys text, which no schema has"),
-        (GSM8K | {"answer": "42"}, "auto", "answer has no ####"),
-        (GSM8K | {"answer": "so ####  "}, "auto", "what follows #### is empty"),
-        (GSM8K | {"question": " "}, "auto", "question is empty"),
-        (GSM8K | {"answer": 42}, "auto", "answer is int 42 instead of a string"),
-        (PLAIN | {"prompt": 3}, "auto", "prompt is int 3"),
-        (PLAIN, "gsm8k", "no question"),
-        (GSM8K, "prompt_answer", "no prompt"),
-        (GSM8K, "verl", "no reward_model"),
-    ],
-)
-def test_a_bad_row_names_place_and_schema(record, schema, found) -> None:
-    with pytest.raises(DataError) as error:
-        parse_record(record, "data/x.jsonl:12", schema)
-    message = str(error.value)
-    assert message.startswith("asked: the row at data/x.jsonl:12\n")
-    assert found in message.splitlines()[1]
-    assert "data.schema=" in message or "these schemas" in message

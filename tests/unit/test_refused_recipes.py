@@ -45,6 +45,7 @@ SHARED = ("rollout.engine=vllm", "trainer.num_ranks=2", "rollout.num_replicas=2"
         (["algorithm.preset=dr_grop"], r"did you mean dr_grpo\?"),
         (["trainer.num_threads=0"], "trainer.num_threads=0"),
         (["rollout.torch.num_threads=0"], "rollout.torch.num_threads=0"),
+        (["rollout.engine=sglang", "rollout.interrupt=keep"], "stream_interval=1"),
         (["trainer.router_replay=rollout", "trainer.compile=true"], r"router_replay=rollout with trainer\.compile"),
         (["algorithm.router_aux_coefficient=0.1", "trainer.compile=true"], r"aux_coefficient with trainer\.compile"),
         (

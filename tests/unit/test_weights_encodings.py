@@ -63,16 +63,6 @@ def adapters(names, seed):
     return found
 
 
-def receiver_of(tensors):
-    """Gives `tensors` to the sink as a transport does."""
-
-    def receive(manifest, sink, timeout_s):
-        for sent in manifest.tensors:
-            sink.write(sent, 0, byte_view(tensors[sent.name]))
-
-    return SimpleNamespace(receive=receive)
-
-
 class Model:
     """A model that is served, and publishes to it as an engine receives them."""
 
@@ -86,7 +76,7 @@ class Model:
         manifest = make_manifest(1, 1, specs, 1 << 20, encoding=encoding)
         scope = self.decoder.scope(manifest)
         sink = ParameterSink(self.targets)
-        self.decoder.receive(receiver_of(tensors), manifest, scope, sink, 1.0)
+        self.decoder.receive(Transport(tensors.items()), manifest, scope, sink, 1.0)
         sink.finish(scope.names)
         if fails:
             self.targets["norm.weight"].zero_()
