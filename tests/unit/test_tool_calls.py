@@ -23,7 +23,6 @@ from asyncrl.data.tool_calls import (
     parser_for,
     shown,
     template_text,
-    text_before_calls,
     tools_for,
     with_tools,
 )
@@ -321,13 +320,6 @@ def test_the_description_of_a_derived_format_is_a_call_in_it():
 def test_a_server_shows_the_special_tokens_with_which_calls_are_written():
     marks = "".join(CallFormat(FORMS["gemma"], RUNNABLE).marks)
     assert all(mark in marks for mark in ("<|tool_call>", "<|q|>", "<tool_call|>"))
-
-
-@pytest.mark.parametrize("form", [*FORMS.values(), "hermes", "tagged"])
-def test_what_a_reply_says_before_its_calls_is_kept(form):
-    call = shown(form).replace("NAME", "now")
-    assert text_before_calls(f"Let me see. {call} Well. {call}", form, RUNNABLE).strip() == "Let me see."
-    assert text_before_calls('{"name": "now"}', "json", RUNNABLE) == ""
 
 
 def test_arguments_come_as_text_where_the_template_wants_them_so():
