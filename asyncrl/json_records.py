@@ -38,6 +38,15 @@ def read_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that the text is; None if it is none. Numbers are Python's own."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _number(digits: str) -> float | None:
     return value if abs(value := float(digits)) <= LARGEST else None
 

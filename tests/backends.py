@@ -1,7 +1,5 @@
 """Training backends on a CPU, each a rank of as many as there are."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import torch

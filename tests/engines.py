@@ -1,7 +1,5 @@
 """Small engines on a CPU, how a test starts and ends one, and what the test classes of engines have in common."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What tests of environments share: tokenizers with known chat templates, and a session that says what it is told."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import asynccontextmanager
@@ -85,12 +83,16 @@ def chat_with(template: str = QWEN, eos: str = "<|im_end|>") -> Chat:
     return Chat(tokenizer_with(template, eos), ModelConfig(path="/"))
 
 
-def chat_with_images(root) -> Chat:
-    """Of a model that reads images, whose files are written below `root`."""
+def vision_model(root) -> ModelConfig:
+    """The section of a tiny model that reads images, whose files are written below `root`."""
     model, processor = build()
     model.config.save_pretrained(root / "model")
     processor.save_pretrained(root / "model")
-    named = ModelConfig(path=str(root / "model"), image_directory=str(root / "images"))
+    return ModelConfig(path=str(root / "model"), image_directory=str(root / "images"))
+
+
+def chat_with_images(root) -> Chat:
+    named = vision_model(root)
     return Chat(load_tokenizer(named), named)
 
 

@@ -1,8 +1,6 @@
 """Ray nodes of the tests whose processes are forked, as those of a run on one machine are: each would import for
 seconds what the one before it has imported."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

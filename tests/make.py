@@ -1,7 +1,5 @@
 """Small real objects that several tests need."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from collections.abc import Coroutine

@@ -2,8 +2,6 @@
 
 `Extension` is the value of the server's `--worker-extension-cls`, whose import puts the wire in place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

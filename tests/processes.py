@@ -1,7 +1,5 @@
 """Python processes of tests that run to their end."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A server of an inference engine as somebody would start it for `rollout.engine=remote`, on a CPU."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """`python -m sglang.launch_server` as somebody would start it for `rollout.engine=remote`, on a CPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

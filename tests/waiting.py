@@ -1,7 +1,5 @@
 """Waits of tests, each with an end, and what some of them wait for."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

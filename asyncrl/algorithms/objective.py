@@ -45,7 +45,8 @@ class Objective:
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, LossStatistics]:
         """The micro-batch's part of the objective, a scalar float32 with gradient, and its statistics."""
         # A teacher without top k acts through the advantages; with top k its divergence is a term of the loss.
-        teacher, top = inputs.teacher_logprobs, self._top_divergence(inputs)
+        teacher, likeliest, own = inputs.teacher_logprobs, inputs.teacher_top_logprobs, inputs.top_logprobs
+        top = None if likeliest is None or own is None else top_reverse_kl(own, likeliest, inputs.mask)
         if teacher is not None and top is None:
             advantages = distilled_advantages(
                 inputs.advantages, inputs.logprobs, teacher, inputs.mask, self.config.distillation.coefficient
@@ -72,11 +73,6 @@ class Objective:
         if top is not None:
             statistics = replace(statistics, sums=(*statistics.sums, (Metric.KL_TEACHER_TOP, top.detach().sum())))
         return total, statistics
-
-    def _top_divergence(self, inputs: LossInputs) -> torch.Tensor | None:
-        """[tokens] float32, with gradient: D_t; None without a teacher's top k."""
-        teacher, own = inputs.teacher_top_logprobs, inputs.top_logprobs
-        return None if teacher is None or own is None else top_reverse_kl(own, teacher, inputs.mask)
 
     def _statistics(self, inputs: LossInputs, touched: list[tuple[str, torch.Tensor]]) -> LossStatistics:
         with torch.no_grad():

@@ -6,7 +6,6 @@ The hash shows that the file is unchanged. The replay checks whether its content
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any, BinaryIO
 
 from asyncrl.audit.audit_report import Finding
 from asyncrl.audit.replay import EVENTS, Audit
+from asyncrl.json_records import json_object
 
 _BEGINNING = b'{"event": '
 _SEAL = re.compile(rb', "writer": "(\w+)", "at": (\d{1,18})(, "chain": "([0-9a-f]{32})"\}\n)\Z')
@@ -42,11 +42,7 @@ def read_log(file: BinaryIO, audit: Audit) -> list[Finding]:
 
 def parsed(raw: bytes) -> Mapping[str, Any] | None:
     """The JSON object in these bytes; None if they are anything else."""
-    try:
-        value = json.loads(raw.decode(errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+    return json_object(raw.decode(errors="replace"))
 
 
 class _Chain:

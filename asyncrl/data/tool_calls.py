@@ -23,6 +23,7 @@ from asyncrl.data.call_values import (
     not_json,
 )
 from asyncrl.data.template_calls import RenderedCalls, TemplateFormat, rendered_calls
+from asyncrl.json_records import json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -171,7 +172,7 @@ def written(name: str, arguments: Mapping[str, Any], parser: CallParser) -> str:
 
 
 def _tagged(tool: ToolSignature, text: str) -> Call:
-    if (value := _object(text)) is not None:
+    if (value := json_object(text)) is not None:
         return ToolCall(tool.name, value)
     if tool.first is None:
         return ToolCall(tool.name, {}) if not text else MalformedCall(f"{tool.name} takes no arguments", tool.name)
@@ -180,19 +181,10 @@ def _tagged(tool: ToolSignature, text: str) -> Call:
 
 def _names_tool(text: str) -> bool:
     """True for a JSON object with a name and arguments, possibly in OpenAI's nesting."""
-    value = _object(text) or {}
+    value = json_object(text) or {}
     inner = value.get("function")
     value = inner if isinstance(inner, dict) else value
     return isinstance(value.get("name"), str) and bool({"arguments", "parameters"} & {*value})
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    """The JSON object that the text is; None if it is none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 # Tells the policy its tools: through the chat template if it supports tools, else in a system message.

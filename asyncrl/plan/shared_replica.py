@@ -94,7 +94,8 @@ class SharedReplica:
     def next_end(self) -> float | None:
         """Time when the next request ends if nothing changes; None: none will."""
         self.stamp += 1
-        self._drop_cancelled()
+        while self._running and self._running[0][2].cancelled:
+            heapq.heappop(self._running)
         if not self._running or self.paused:
             return None
         left = max(0.0, self._running[0][0] - self._count)
@@ -176,10 +177,6 @@ class SharedReplica:
         assert request.begun is not None, "it runs"
         self.running -= 1
         self._begun_sum -= request.begun
-
-    def _drop_cancelled(self) -> None:
-        while self._running and self._running[0][2].cancelled:
-            heapq.heappop(self._running)
 
     def _book(self, request: SimulatedRequest) -> None:
         """Adds the request's tokens to its group, by version."""

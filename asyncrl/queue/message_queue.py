@@ -190,7 +190,7 @@ class MessageQueue(HasConnections):
             remaining = deadline - self._clock()
             if remaining <= 0:
                 return LeaseWait(selection.missing, selection.overdue, self._ledger.counts)
-            await self._wait_change(remaining)
+            await wait_event(self._changed, remaining)
 
     async def foresee(self, step: int, wait_s: float) -> tuple[GroupSummary, ...]:
         """The groups that `step`, the step after the current one, would lease now, as its lease would describe them.
@@ -386,9 +386,6 @@ class MessageQueue(HasConnections):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _wait_change(self, wait_s: float) -> None:
-        await wait_event(self._changed, wait_s)  # the caller checks its condition again
-
     async def _wait(
         self, condition: Callable[[], bool], wait_s: float, *, wakes_at: Callable[[], float | None] = lambda: None
     ) -> None:
@@ -396,7 +393,7 @@ class MessageQueue(HasConnections):
         deadline = self._clock() + wait_s
         while not condition() and (remaining := deadline - self._clock()) > 0:
             at = wakes_at()
-            await self._wait_change(remaining if at is None else min(remaining, max(0.001, at - self._clock())))
+            await wait_event(self._changed, remaining if at is None else min(remaining, max(0.001, at - self._clock())))
 
     def _room(self) -> float:
         """New groups that staleness admits and the pacing wants now."""

@@ -131,7 +131,8 @@ class JustInTime(Pacing):
         self._forgotten = 0
         """How often times were forgotten, at most `FORGOTTEN`."""
         self._trained_s: deque[float] = deque(maxlen=HISTORY_STEPS)
-        reserves = _reserves(groups_per_step)
+        # Candidates for the reserve: 0 and powers of 2 up to half a step.
+        reserves = [0, *(1 << power for power in range(groups_per_step.bit_length()) if 2 << power <= groups_per_step)]
         self._needed_s: dict[int, deque[float]] = {reserve: deque(maxlen=HISTORY_STEPS) for reserve in reserves}
         """Needed leads of the recent blocks, by reserve."""
         self._leased_at: float | None = None
@@ -254,11 +255,6 @@ def least_lead(needs: Sequence[float], allowed: float) -> float:
             return max(0.0, need - (allowed - over) / count)
         over += count * (need - following)
     return 0.0
-
-
-def _reserves(groups_per_step: int) -> list[int]:
-    """Candidates for the reserve: 0 and powers of 2 up to half a step."""
-    return [0, *(1 << power for power in range(groups_per_step.bit_length()) if 2 << power <= groups_per_step)]
 
 
 def build_pacing(recipe: Recipe) -> Pacing:

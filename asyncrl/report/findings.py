@@ -289,11 +289,8 @@ def _signal(run: RunFiles) -> Iterator[Diagnosis]:
 
 
 def _stuck(run: RunFiles) -> Iterator[Diagnosis]:
-    def last(metric: Metric, count: int) -> list[float]:
-        values = [value for value in run.series(metric) if value is not None]
-        return values[-count:] if len(values) >= count else []
-
-    if (rewards := last(Metric.REWARD_MEAN, _FLAT_STEPS)) and max(rewards) - min(rewards) < 1e-9:
+    rewards = [value for value in run.series(Metric.REWARD_MEAN) if value is not None][-_FLAT_STEPS:]
+    if len(rewards) == _FLAT_STEPS and max(rewards) - min(rewards) < 1e-9:
         yield Diagnosis(
             "warning",
             "The reward does not change",

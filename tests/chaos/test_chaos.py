@@ -1,7 +1,5 @@
 """A short run of the chaos harness over all roles: everything is mended, nothing is lost, nothing is left behind."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

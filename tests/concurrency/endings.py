@@ -1,7 +1,5 @@
 """What may leave the code of a user, by name; and a reward that raises it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """A server that answers W&B's own client as far as these tests go, and keeps what it is sent."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

@@ -314,25 +314,6 @@ async def names_its_host(base_url, api_key, task):
     return base_url.removeprefix("http://").partition(":")[0]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "found"),
-    [
-        (["rollout.agent.function=a:b", "rollout.agent.command=[c]"], "they exclude each other"),
-        (["rollout.agent.advertise=host:80"], "no base URL of an OpenAI client"),
-        (["rollout.agent.advertise='http://{name}/v1'"], "no base URL of an OpenAI client"),
-        (["rollout.agent.advertise=http://host:80/"], "no base URL of an OpenAI client"),
-        (["rollout.num_rollouters=2", "rollout.agent.port=8000"], "rollouters of one machine cannot share a port"),
-        (
-            ["rollout.num_rollouters=2", "rollout.agent.advertise=http://x/v1"],
-            "knows only the keys of its trajectories",
-        ),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(overrides, found):
-    with pytest.raises(ConfigError, match=found):
-        agent_recipe(*overrides)
-
-
 def test_a_program_that_is_not_there_is_refused_before_the_run():
     with pytest.raises(ConfigError, match="there is no program no-such-agent here"):
         check_environment(agent_recipe(command=["no-such-agent"]))

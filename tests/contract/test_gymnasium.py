@@ -204,24 +204,15 @@ async def test_limits_cut_an_episode_off(started):
         ({"factory": "tests.gymnasium_environments:raises"}, "making it raised OSError: its map is gone"),
         ({"factory": "tests.gymnasium_environments:nothing"}, "cannot import it"),
         ({**LAKE, "actions": ["left", "right"]}, "2 names for its action space Discrete"),
+        ({"id": "FrozenLake-v1", "factory": "x:y"}, "they exclude each other"),
+        ({**LAKE, "action_pattern": "("}, "no regular expression"),
+        ({**LAKE, "action_pattern": "<go>.*</go>"}, "it has 0 groups"),
     ],
 )
 def test_an_environment_that_cannot_be_used_is_refused_before_the_run(settings, found):
     with pytest.raises(ConfigError, match=found) as refused:
         check_environment(recipe_of(settings))
     assert "do:" in str(refused.value)
-
-
-def test_settings_that_make_no_sense_are_refused():
-    for settings, found in (
-        ({"id": "FrozenLake-v1", "factory": "x:y"}, "they exclude each other"),
-        ({**LAKE, "action_pattern": "("}, "no regular expression"),
-        ({**LAKE, "action_pattern": "<go>.*</go>"}, "it has 0 groups"),
-    ):
-        with pytest.raises(ConfigError, match=found):
-            recipe_of(settings)
-    with pytest.raises(ConfigError, match="this environment gives the reward itself"):
-        recipe_of(LAKE, "reward.function=math")
 
 
 async def test_a_process_that_cannot_be_started_any_more_gets_no_episodes(started):

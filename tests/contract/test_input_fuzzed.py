@@ -1,8 +1,6 @@
 """Recipes and data files that are broken at random: each ends with exit code 2 and the three lines, or in a plan that
 makes sense."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.model import ModelConfig
 from asyncrl.data.model_files import check_model
-from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.data.tokenizer import PromptRenderer, load_tokenizer, stop_token_ids
+from tests.make import row
 from tools import make_tiny_model
 from tools.arithmetic import LEVELS, make_problems
 
@@ -39,10 +39,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(directory: Path) -> ModelConfig:
     return ModelConfig(path=str(directory))
-
-
-def row(content: str) -> PromptRow:
-    return PromptRow((ChatMessage("user", content),), "1", "test", (), "f:1")
 
 
 def test_the_directory_is_complete_and_nothing_is_left_beside_it(directory: Path) -> None:
@@ -81,7 +77,7 @@ def test_the_tokenizer_is_small_and_exact(directory: Path, model: ModelConfig) -
 
 def test_prompts_follow_chatml_and_end_at_the_end_of_a_turn(model: ModelConfig) -> None:
     tokenizer = load_tokenizer(model)
-    prompt = PromptRenderer(tokenizer, model).prompt_ids(row("2+3?"))
+    prompt = PromptRenderer(tokenizer, model).prompt_ids(row("1", "2+3?"))
     assert prompt.dtype == np.int32
     assert tokenizer.decode(prompt) == "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
     assert stop_token_ids(tokenizer, model, []) == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)

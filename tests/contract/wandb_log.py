@@ -1,7 +1,5 @@
 """Reads the transaction log that W&B's client writes: LevelDB's log format with protocol buffers in it."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

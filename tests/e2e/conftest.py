@@ -1,7 +1,5 @@
 """A cluster, and a way to run the real command on it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Environments and rewards that misbehave on purpose."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """A real run evaluates on a leased replica while it trains; `asyncrl-eval` evaluates its checkpoint."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

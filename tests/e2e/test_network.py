@@ -1,7 +1,5 @@
 """What a run on a cluster of its own opens to others: nothing beyond this machine, and nothing without its token."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

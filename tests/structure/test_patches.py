@@ -1,8 +1,6 @@
 """The package changes nothing of the libraries that it uses, and uses nothing of them that they call private; what no
 public API can do is named here, with the reason."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 from collections.abc import Iterator

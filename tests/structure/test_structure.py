@@ -1,7 +1,5 @@
 """The shape of the code: one-way imports, heavy packages only where they belong, small rooms, documented keys."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What could run the code of others stands in one place each, where its checks are."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small model of a run: it acts at random, but only as a run may, and writes what a run writes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
@@ -33,7 +31,7 @@ class State:
     """ordinal -> [state, attempt, version]"""
     counts: Counter = field(default_factory=Counter)
 
-    def copy(self) -> State:
+    def copy(self) -> "State":
         groups = {ordinal: list(group) for ordinal, group in self.groups.items()}
         return State(self.step, self.version, self.next_ordinal, groups, Counter(self.counts))
 

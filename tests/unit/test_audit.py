@@ -1,8 +1,6 @@
 """The audit of a run: legal logs are clean, what is wrong in one is named, and no file is too much for it. What becomes
 of every kind of damage, `test_audit_mutations.py` says."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

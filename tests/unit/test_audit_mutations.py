@@ -4,8 +4,6 @@ Twice: with the hashes as they were written, and by a forger who makes them fit.
 count, and a mutation of a group may pass only where no promise is broken.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import random

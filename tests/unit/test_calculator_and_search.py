@@ -47,13 +47,12 @@ def test_results(expression, result):
         "1e999999999",
         "(" * 400,
         "1" * 2000,
+        "1/0",
     ],
 )
 def test_anything_else_is_an_error_at_once(expression):
     with pytest.raises((ValueError, ZeroDivisionError)):
         Calculator().call(expression)
-    with pytest.raises(ZeroDivisionError):
-        Calculator().call("1/0")
 
 
 @pytest.fixture

@@ -11,16 +11,12 @@ from hypothesis import strategies as st
 
 from asyncrl.config.rewards import RewardConfig
 from asyncrl.data.dataset import load_rows
-from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.rewards import build_reward
-from tools.arithmetic import LEVELS, Problem, is_held_out, make_equations, make_problem, make_problems, words
+from tests.make import row
+from tools.arithmetic import LEVELS, is_held_out, make_equations, make_problem, make_problems, words
 
 TOOL = Path(__file__).parents[2] / "tools" / "make_arithmetic_dataset.py"
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
-
-
-def row_of(problem: Problem) -> PromptRow:
-    return PromptRow((ChatMessage("user", problem.question),), str(problem.answer), "test", (), "f:1")
 
 
 @given(st.integers(0, 10**9), st.sampled_from(LEVELS))
@@ -66,8 +62,9 @@ def test_the_question_holds_the_numbers_that_the_solution_uses(seed: int, level:
 @given(st.integers(0, 10**9), st.sampled_from(LEVELS))
 def test_the_math_reward_judges_both_solvers(seed: int, level: int) -> None:
     problem, reward = make_problem(random.Random(seed), level), build_reward(RewardConfig())
-    assert reward(problem.careful, row_of(problem)).reward == 1.0
-    assert reward(problem.hasty, row_of(problem)).reward == float(problem.hasty_answer == problem.answer)
+    asked = row(str(problem.answer), problem.question)
+    assert reward(problem.careful, asked).reward == 1.0
+    assert reward(problem.hasty, asked).reward == float(problem.hasty_answer == problem.answer)
 
 
 def test_guessing_is_right_sometimes_but_mostly_not() -> None:

@@ -9,6 +9,7 @@ from asyncrl.config.paths import is_place
 from asyncrl.data.dataset import HubName, load_rows, parse_hub_name, read_hub
 from asyncrl.data.rows import ChatMessage
 from asyncrl.errors import DataError
+from tests.unit.test_data_rows import GSM8K, PLAIN, RECORD
 
 
 def records(*questions: str) -> list[dict]:
@@ -69,22 +70,6 @@ def test_a_directory_with_both_formats_is_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", "x")
     with pytest.raises(DataError, match=r"both \.jsonl and \.parquet"):
         load_rows(str(tmp_path))
-
-
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", "a", "b")
-    path.write_text(path.read_text().replace('"ground_truth": "1", ', ""))
-    with pytest.raises(DataError, match=rf"{path}:2\nfound: reward_model has no ground_truth"):
-        load_rows(str(path))
-
-
-def test_a_bad_parquet_row_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "t.parquet"
-    rows = records("a", "b", "c")
-    rows[2]["prompt"] = []
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    with pytest.raises(DataError, match=rf"{path}:row 2\nfound: prompt is empty"):
-        load_rows(str(path))
 
 
 def test_a_missing_file_names_the_closest_one(tmp_path: Path) -> None:
@@ -160,3 +145,38 @@ def test_the_hub_reader_reads_what_the_datasets_library_gives(tmp_path: Path, mo
     assert rows[1].origin == "org/name:train:row 1"
     with pytest.raises(DataError, match=r"asked: the dataset org/name:nosplit from the hub"):
         list(read_hub(HubName("org/name", split="nosplit")))
+
+
+# -- schemas -----------------------------------------------------------------------------------------------------------
+
+
+CHAT = {"prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "?"}], "answer": "42"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("record", "schema", "source", "extra"),
+    [
+        (RECORD, "verl", "math_dapo", (("index", "a1"), ("level", "3"), ("tags", '["x"]'))),
+        (GSM8K, "gsm8k", "gsm8k", (("pass_rate", "0.25"),)),
+        (PLAIN, "prompt_answer", "prompt_answer", (("pass_rate", "0.25"),)),
+    ],
+)
+def test_each_schema_is_read_and_recognised(tmp_path: Path, kind, record, schema, source, extra) -> None:
+    path = tmp_path / f"t.{kind}"
+    if kind == "jsonl":
+        path.write_text(json.dumps(record) + "\n")
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    (row,) = load_rows(str(path))
+    assert (row.messages, row.ground_truth) == ((ChatMessage("user", "What is 6 * 7?"),), "42")
+    assert (row.data_source, row.extra) == (source, extra)
+    assert load_rows(str(path), schema) == [row]
+
+
+def test_a_system_prompt_stands_before_rows_that_have_none(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(PLAIN) + "\n" + json.dumps(CHAT) + "\n")
+    first, second = load_rows(str(path), system_prompt="Think.")
+    assert [m.content for m in first.messages] == ["Think.", "What is 6 * 7?"]
+    assert [m.content for m in second.messages] == ["Be short.", "?"]

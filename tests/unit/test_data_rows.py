@@ -37,6 +37,10 @@ def test_what_is_written_is_read_back(messages, truth, source, extra) -> None:
     assert RowReader().line(json.dumps(to_record(row)), "f:1") == row
 
 
+GSM8K = {"question": "What is 6 * 7?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42", "pass_rate": 0.25}
+PLAIN = {"prompt": "What is 6 * 7?", "answer": 42, "pass_rate": 0.25}
+
+
 def without(key: str) -> dict:
     return {k: v for k, v in RECORD.items() if k != key}
 
@@ -57,28 +61,34 @@ BAD = {
     "ground truth is no number": (RECORD | {"reward_model": {"ground_truth": math.nan}}, "float nan, no finite number"),
     "answer is infinite": ({"prompt": "?", "answer": -math.inf}, "answer is float -inf, no finite number"),
     "extra is a list": (RECORD | {"extra_info": []}, "extra_info is list [] instead of an object"),
+    "no schema": ({"text": "x"}, "the keys text, which no schema has"),
+    "no mark": (GSM8K | {"answer": "42"}, "answer has no ####"),
+    "nothing behind the mark": (GSM8K | {"answer": "so ####  "}, "what follows #### is empty"),
+    "question is blank": (GSM8K | {"question": " "}, "question is empty"),
+    "answer is a number": (GSM8K | {"answer": 42}, "answer is int 42 instead of a string"),
+    "prompt is a number": (PLAIN | {"prompt": 3}, "prompt is int 3"),
+    "no question": (PLAIN, "no question", "gsm8k"),
+    "no prompt, asked": (GSM8K, "no prompt", "prompt_answer"),
+    "no reward model, asked": (GSM8K, "no reward_model", "verl"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_record_is_refused_by_name(case: str) -> None:
-    record, found = BAD[case]
+    record, found, *schema = BAD[case]
     with pytest.raises(DataError) as error:
-        parse_record(record, "data/train.jsonl:12")
+        parse_record(record, "data/train.jsonl:12", *schema)
     message = str(error.value)
-    assert "asked: the row at data/train.jsonl:12\n" in message
+    assert message.startswith("asked: the row at data/train.jsonl:12\n")
+    assert "data.schema=" in message or "these schemas" in message or case in ("a list", "extra is a list")
     assert found in message.splitlines()[1]
     assert len(message.splitlines()[2]) > len("do:    ")
-
-
-def test_bad_json_names_line_and_column() -> None:
-    with pytest.raises(DataError, match=r"train\.jsonl:3\nfound: not JSON: .* at column 12"):
-        RowReader().line('{"prompt": nope}', "train.jsonl:3")
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
+        ('{"prompt": nope}', "not JSON: .* at column 12"),
         ('{"prompt": "a \\ud83d b", "answer": "1"}', r"half a character: '\\ud83d'"),
         ('{"prompt": "a", "answer": "\\uDC00"}', r"half a character: '\\udc00'"),
         ('{"prompt": "a", "answer": "1", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),

@@ -1,7 +1,5 @@
 """The suites of engines begin a test again whose response ended before they could interrupt it."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncrl_testing.engine_client import Client, TooLate, again_if_late, make_request, within

@@ -77,8 +77,6 @@ def test_an_environment_that_judges_takes_no_other_reward(name):
         check_environment(quickstart("reward.function=zero", own.replace("Judges", "Asks")))
     with pytest.raises(ConfigError, match=r"gives the reward itself(?s:.)*reward\.function=zero"):
         quickstart(f"rollout.environment={name}", "reward.function=math")
-    with pytest.raises(ConfigError, match="nothing else teaches"):
-        quickstart("reward.function=zero")
 
 
 @pytest.mark.parametrize(
@@ -99,5 +97,3 @@ def test_settings_of_others_may_be_nested():
     kwargs = "rollout.gymnasium.kwargs={maps: {small: [SF, FG], size: 2}}"
     recipe = quickstart("rollout.environment=gymnasium", "reward.function=zero", kwargs)
     assert recipe.rollout.gymnasium.kwargs == {"maps": {"small": ["SF", "FG"], "size": 2}}
-    with pytest.raises(ConfigError, match=r"rollout\.gymnasium\.kwargs\.maps\.size"):
-        quickstart("rollout.gymnasium.kwargs={maps: {size: .inf}}")

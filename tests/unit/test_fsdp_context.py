@@ -1,5 +1,7 @@
 """Ranks that share the tokens of a row: which numbers of ranks a model allows, who has which plan and which tokens."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.trainer import FsdpConfig, Layout, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.backends import require_fits
+from asyncrl.trainer.backends import BACKENDS, open_checkpoint, require_fits
 from asyncrl.trainer.fsdp.context import ContextRanks, HeadExchange
 from asyncrl.trainer.step.batch import PackedLayout, PackedTokens
 from asyncrl.types import ModelFacts
@@ -56,24 +58,8 @@ def test_a_model_of_unknown_sizes_is_left_to_the_start():
     require_fits(trainer(6, 3), ModelFacts("org/model", is_local=False))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "context", "fsdp", "found"),
-    [
-        (4, 3, {}, "it does not divide trainer.num_ranks=4"),
-        (4, 2, {"attention": "flash_attention_2"}, "does not exchange tokens for heads"),
-    ],
-)
-def test_what_cannot_share_rows_is_refused_by_name(ranks, context, fsdp, found):
-    with pytest.raises(ConfigError, match=found):
-        trainer(ranks, context, **fsdp)
-
-
 def test_megatron_has_its_own_layout():
     assert TrainerConfig(num_ranks=3, backend="megatron").layout == Layout(3)
-    with pytest.raises(ConfigError, match=r"set trainer\.megatron\.context_parallel=2"):
-        TrainerConfig(num_ranks=2, backend="megatron", fsdp=FsdpConfig(context_parallel=2))
-    with pytest.raises(ConfigError, match="head_dtype=float32"):
-        TrainerConfig(backend="megatron", fsdp=FsdpConfig(head_dtype="float32"))
 
 
 def test_consecutive_ranks_share_a_plan():
@@ -105,3 +91,42 @@ def test_the_parts_of_a_row_are_the_row(num_tokens, ranks, data):
         assert torch.equal(part.tokens.targets, row.targets[part.own])
         assert isinstance(part.exchange, HeadExchange)
         assert part.exchange.num_tokens == num_tokens
+
+
+# -- copies of the model -----------------------------------------------------------------------------------------------
+
+
+sizes = st.integers(1, 4)
+
+
+@given(tensor=sizes, context=sizes, data=sizes, pipeline=sizes)
+def test_ranks_of_one_copy_of_the_model_share_a_plan(tensor, context, data, pipeline):
+    layout = Layout(tensor * context * data * pipeline, tensor, context, pipeline)
+    assert layout.num_plans == data
+    # Megatron's order: the last coordinate changes fastest
+    order = product(range(pipeline), range(data), range(context), range(tensor))
+    plans = [f"plan {index}" for index in range(data)]
+    assert layout.by_rank(plans) == [plans[index] for _, index, _, _ in order]
+
+
+def test_every_rank_of_fsdp_has_its_own_plan():
+    layout = TrainerConfig(num_ranks=3).layout
+    assert layout.by_rank(["a", "b", "c"]) == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="2 plans for 3"):
+        layout.by_rank(["a", "b"])
+
+
+def test_a_copy_that_does_not_divide_the_ranks_is_refused():
+    with pytest.raises(ConfigError, match="a multiple of 4"):
+        Layout(6, tensor=2, pipeline=2)
+
+
+@pytest.mark.parametrize("backend", ["os:system", "fsdp2", ["fsdp"], 1])
+def test_a_checkpoint_of_a_backend_that_is_not_listed_is_refused_by_name(tmp_path, backend):
+    """The recipe beside a checkpoint may come from anybody: it names no code."""
+    with pytest.raises(ConfigError, match="the backends here are fsdp"):
+        open_checkpoint(tmp_path, backend)
+
+
+def test_a_recipe_may_name_every_backend():
+    assert [TrainerConfig(backend=name).backend for name in BACKENDS] == list(BACKENDS)

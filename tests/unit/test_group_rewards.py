@@ -16,7 +16,6 @@ from asyncrl.rewards.group import build_group_reward
 from asyncrl.rewards.pairwise import bradley_terry, win_rates
 from asyncrl.rollout.judge import Judge, read_worth
 from asyncrl.types import Generation, Segment
-from tests.make import quickstart
 from tools.make_tiny_model import build_tokenizer
 
 ROW = PromptRow((ChatMessage("user", "What is 3 + 4?"),), "7", "arithmetic", (), "sums.jsonl:12")
@@ -103,27 +102,6 @@ def test_pairs_come_to_win_rates():
     reward = build_group_reward(GroupRewardConfig(function=f"{__name__}:longer", pairwise=True))
     found = reward(["aaa", "a", "aa"], ROW)
     assert [result.reward for result in found] == [1.0, 0.0, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "found"),
-    [
-        (["reward.judge.weight=1"], "there is no judge"),
-        (["judge.path=j"], "nobody asks the judge"),
-        (["judge.path=j", "reward.judge.weight=1", "reward.judge.pairwise=true"], r"no \{first\}"),
-        (["reward.judge.read=text"], "0 groups"),
-        (["reward.judge.answers={only: 1}", "reward.judge.weight=1"], "nothing to choose from|nobody|there is no"),
-        (["reward.function=zero"], "nothing else teaches"),
-        (["reward.group.function=a:b", "reward.group.weight=0"], "would add nothing"),
-        (
-            ["reward.group.function=a:b", "reward.group.pairwise=true", "batch.group_size=1", "algorithm.preset=null"],
-            "no other to be compared with",
-        ),
-    ],
-)
-def test_rewards_that_cannot_work_are_refused(overrides, found):
-    with pytest.raises(ConfigError, match=found):
-        quickstart(*overrides)
 
 
 @pytest.mark.parametrize("name", ["of_one", "nothing"])

@@ -12,17 +12,16 @@ from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.commands.train import main
 from asyncrl.config.hidden import MIN_LENGTH, Hidden
 from asyncrl.config.load import load
-from asyncrl.data.rows import ChatMessage, PromptRow
 from asyncrl.errors import ConfigError
 from asyncrl.observability.events import EventLog
 from asyncrl.observability.logs import configure_driver
 from asyncrl.rollout.sample_files import QuarantineFile
 from asyncrl.types import Ticket
 from asyncrl.types.events import RunFaulted
-from tests.make import QUICKSTART
+from tests.make import QUICKSTART, row
 
 SECRET = 'hunter2 "quoted" größer'
-ROW = PromptRow((ChatMessage("user", "?"),), "-", "x", (), "f:1")
+ROW = row("-")
 
 
 RECIPE = f"""

@@ -15,7 +15,6 @@ from transformers import LlamaConfig
 from asyncrl.chat import anthropic, responses
 from asyncrl.chat.fields import ApiError
 from asyncrl.chat.messages import with_names
-from asyncrl.config.model import ModelConfig
 from asyncrl.data.chat import Chat
 from asyncrl.data.chat_template import ChatTemplate
 from asyncrl.data.images import ImageTokens, shown
@@ -27,7 +26,7 @@ from asyncrl.environments.tools.tool_worker import call
 from asyncrl.errors import ConfigError, DataError, StorageError
 from asyncrl.serving.model_text import ModelText
 from asyncrl.types.images import FIRST_ID, KEY_TOKENS, ImageStore, as_model_ids, image_ids, images_in
-from tests.environments import chat_with
+from tests.environments import chat_with, vision_model
 from tests.make import quickstart
 from tools.make_tiny_vision import build
 
@@ -116,11 +115,6 @@ def test_what_is_no_image_or_has_no_place_names_its_row(reader, record, found, t
     assert "rows.jsonl:4" in str(caught.value)
 
 
-def test_without_a_directory_rows_are_text():
-    with pytest.raises(DataError, match=r"data\.image_directory is not set"):
-        RowReader().record(asked("?", images=["red.png"], answer="1"), "f:1")
-
-
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "images").write_text("a file")
     with pytest.raises(StorageError, match="images"):
@@ -166,11 +160,7 @@ def test_samples_keep_the_reference(reader, tmp_path):
 @pytest.fixture(scope="module")
 def named(tmp_path_factory):
     """The section of a tiny model that reads images."""
-    root = tmp_path_factory.mktemp("vision")
-    model, processor = build()
-    model.config.save_pretrained(root / "model")
-    processor.save_pretrained(root / "model")
-    return ModelConfig(path=str(root / "model"), image_directory=str(root / "images"))
+    return vision_model(tmp_path_factory.mktemp("vision"))
 
 
 def test_a_model_of_text_alone_is_refused(named, tmp_path):

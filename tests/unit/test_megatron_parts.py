@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl.config.load import load_recipe
-from asyncrl.config.trainer import LoraConfig, MegatronConfig, TrainerConfig
+from asyncrl.config.trainer import MegatronConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.backends import BACKENDS, require_fits, require_trains, require_written_by
 from asyncrl.trainer.megatron.names import Block, Coordinates, LocalTensor, describe, order
@@ -116,28 +116,6 @@ def test_layouts_that_fit():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: trainer(3, tensor_parallel=2), "multiple of 2"),
-        (lambda: trainer(4, tensor_parallel=2, expert_parallel=4), "num_ranks=4.*multiple of 8"),
-        (lambda: trainer(3, context_parallel=2), "context 2.*multiple of 2"),
-        (
-            lambda: TrainerConfig(
-                backend="megatron", device="cpu", megatron=MegatronConfig(layers="transformer_engine")
-            ),
-            "TransformerEngine computes on CUDA.*layers=local",
-        ),
-        (lambda: trainer(2, chunks_per_stage=2), "chunks_per_stage=2"),
-        (lambda: TrainerConfig(backend="megatron", lora=LoraConfig(rank=4)), "trainer.lora.rank"),
-        (lambda: TrainerConfig(backend="megatron", compile=True), "trainer.compile"),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(make, words):
-    with pytest.raises(ConfigError, match=f"(?s){words}"):
-        make()
-
-
-@pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"model_type": "gemma2"}, "architecture gemma2"),
@@ -161,11 +139,6 @@ def test_a_quantised_checkpoint_is_refused_before_the_run(backend):
     quantised = facts(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     with pytest.raises(ConfigError, match=r"(?s)critic.*quantised weights \(fp8\).*rollout\.vllm\.quantization"):
         require_trains(backend, quantised, "algorithm.critic.path")
-
-
-def test_the_ranks_of_the_quickstart_share_one_plan():
-    recipe = load_recipe(QUICKSTART, [])
-    assert recipe.trainer.layout.num_plans == 1
 
 
 def test_stages_that_send_have_what_they_need():

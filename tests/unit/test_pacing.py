@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 import pytest
@@ -16,7 +16,7 @@ from asyncrl.plan.simulation import SimulatedStep, Simulation
 from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.queue.pacing import HISTORY_STEPS, JustInTime, Pacing, least_lead
 from asyncrl.types import LeaseManifest
-from tests.make import begun, group, planned, put, queue_spec, remade
+from tests.make import begun, planned, put, queue_spec, remade
 
 RUNS = 60
 TICKS = 1000
@@ -321,8 +321,7 @@ async def test_a_group_that_will_not_become_ready_is_forgotten(tmp_path):
 async def test_a_filtered_group_is_forgotten(tmp_path):
     queue = MessageQueue(queue_spec(tmp_path, pacing="just_in_time", dynamic_sampling=True))
     (ticket,) = (await queue.admit(1, 0)).tickets
-    same = group(ticket.ordinal, versions=(ticket.version,))
-    await queue.put(ticket, replace(same, trajectories=tuple(replace(t, reward=1.0) for t in same.trajectories)))
+    await put(queue, ticket, rewards=(1.0, 1.0))
     assert (await queue.counts()).filtered == 1
     assert queue._pacing._groups == {}
 

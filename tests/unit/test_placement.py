@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.driver.cluster.placement import Demand, describe_demand, fit, place_run, plan_placement, words
+from asyncrl.driver.fleet.model_pools import ClusterGpus, pool_gpus
 from asyncrl.errors import ConfigError
 from tests.make import quickstart
 
@@ -189,10 +190,6 @@ def test_a_recipe_says_what_it_takes():
 
 def test_a_shared_gpu_takes_ipc_and_one_rank():
     shared = (*VLLM, "rollout.vllm.gpu_share=0.4")
-    with pytest.raises(ConfigError, match=r"gpu_share=0\.4 with weights\.transport=collective(.|\n)*Duplicate GPU"):
-        quickstart(*shared)
-    with pytest.raises(ConfigError, match=r"trainer\.device=cpu"):
-        quickstart(*shared, "weights.transport=ipc", "trainer.device=cpu")
     found = place_run(quickstart(*shared, "weights.transport=ipc"), [2])
     assert words(found.bundles) == "2 bundles of 1 GPU (a replica and a trainer rank)"
     assert (found.replica_gpus, found.rank_gpus, found.shares_gpus) == (0.4, 0.6, True)
@@ -238,3 +235,44 @@ def test_ranks_of_a_copy_of_the_model_share_a_node():
     ranks = [bundle.num_ranks for bundle in place_run(quickstart(*words), [8, 8]).bundles if bundle.num_ranks]
     assert sum(ranks) == 12
     assert all(number % 4 == 0 for number in ranks)
+
+
+# -- what teachers and judges get --------------------------------------------------------------------------------------
+
+
+def taught(*overrides):
+    teacher = ("teacher.path=teacher", "teacher.num_replicas=2", "algorithm.distillation.coefficient=0.5")
+    return quickstart(*teacher, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "overrides", "each"),
+    [
+        (0, 0, (), 0.0),
+        (8, 4, (), 1.0),
+        (8, 1, (), 0.5),
+        (8, 0, ("teacher.torch.device=cpu",), 0.0),
+        (8, 4, ("teacher.engine=vllm", "teacher.vllm.tensor_parallel_size=2"), 2.0),
+    ],
+)
+def test_pools_take_what_is_left(total, free, overrides, each):
+    assert pool_gpus(taught(*overrides), ClusterGpus(total, (free,))) == {"teacher": each}
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("teacher.engine=vllm", "teacher.vllm.tensor_parallel_size=2")], ids=["torch", "vllm"]
+)
+def test_too_few_gpus_are_named_with_the_way_to_do_without(overrides):
+    with pytest.raises(ConfigError, match=r"leave 0(?s:.*)teacher\.torch\.device=cpu"):
+        pool_gpus(taught(*overrides), ClusterGpus(8, (0,)))
+
+
+def test_a_replica_of_a_pool_lives_on_one_node():
+    teacher = taught("teacher.num_replicas=1", "teacher.engine=vllm", "teacher.vllm.tensor_parallel_size=2")
+    assert pool_gpus(teacher, ClusterGpus(8, (0, 2))) == {"teacher": 2.0}
+    with pytest.raises(ConfigError, match="1, 1 on each node"):
+        pool_gpus(teacher, ClusterGpus(8, (1, 1)))
+
+
+def test_a_run_without_pools_takes_none():
+    assert pool_gpus(quickstart(), ClusterGpus(8, (0,))) == {}

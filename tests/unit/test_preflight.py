@@ -10,7 +10,7 @@ from asyncrl.config import checks
 from asyncrl.config.load import load
 from asyncrl.config.threads import local_cores
 from asyncrl.driver import memory_plan, preflight
-from asyncrl.driver.preflight import Preflight, check_packages, check_recipe, describe
+from asyncrl.driver.preflight import Preflight, advice, check_packages, check_recipe, describe
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.types import ModelFacts
 from tests.environments import QWEN, tokenizer_with
@@ -293,3 +293,32 @@ def test_only_a_dry_run_is_for_gpus_that_this_machine_does_not_have(monkeypatch:
     preflight._check_processes(recipe, facts, trains=True, plans=True)
     with pytest.raises(ConfigError, match="engine=vllm on a CPU"):
         preflight._check_processes(recipe, facts, trains=True, plans=False)
+
+
+# -- advice ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cores", "due"),
+    [
+        ([], 3, []),
+        ([], None, []),
+        ([], 2, ["rollout.num_replicas=1: 2 replicas and 1 trainer rank(s) share 2 cores"]),
+        (["mode=sync"], 2, []),
+        (["mode=sync"], 1, ["rollout.num_replicas=1: 2 replicas share 1 cores"]),
+        (["trainer.num_threads=3", "rollout.num_replicas=4"], 5, ["rollout.num_replicas=2: 4 replicas and 1"]),
+        (["rollout.torch.num_threads=2", "trainer.num_ranks=2"], 6, []),
+        (["rollout.torch.num_threads=2", "trainer.num_ranks=2"], 5, ["rollout.num_replicas=1: 2 replicas and 2"]),
+        (["batch.groups_per_step=32"], None, ["rollout.torch.num_slots=256 where", "512 responses, and 2 replica(s)"]),
+        (["batch.groups_per_step=32", "rollout.torch.num_slots=256"], None, []),
+        (
+            ["rollout.engine=vllm", "rollout.num_replicas=1", "rollout.vllm.max_num_seqs=100"],
+            4,
+            ["rollout.vllm.max_num_seqs=256 where", "256 responses, and 1 replica(s) decode 100 at once"],
+        ),
+    ],
+)
+def test_numbers_that_make_processes_or_responses_wait_are_named(overrides, cores, due):
+    found = " / ".join(advice(quickstart(*overrides), cores=cores))
+    assert bool(found) == bool(due), found
+    assert all(part in found for part in due), found

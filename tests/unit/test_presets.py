@@ -11,7 +11,6 @@ from asyncrl.algorithms.grpo import grpo_advantages
 from asyncrl.algorithms.overlong import shaped_rewards
 from asyncrl.config.algorithm import AdvantageName, AlgorithmConfig, CorrectionName, OverlongConfig
 from asyncrl.config.load import load_recipe, presets
-from asyncrl.errors import ConfigError
 from tests.make import ROOT, quickstart
 
 FILES = sorted((ROOT / "configs" / "algorithms").glob("*.yaml"))
@@ -55,11 +54,6 @@ def test_it_is_a_few_lines_and_names_its_paper(file):
     content = yaml.safe_load(text)
     assert list(content) == ["algorithm"]
     assert len(text.splitlines()) <= 16
-
-
-def test_a_misspelt_preset_gets_a_suggestion():
-    with pytest.raises(ConfigError, match=r"did you mean dr_grpo\?"):
-        quickstart("algorithm.preset=dr_grop")
 
 
 def test_the_document_names_every_part_and_preset():

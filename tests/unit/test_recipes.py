@@ -112,65 +112,6 @@ def test_bad_input_says_what_to_do(override, found, do):
     assert do in lines[2]
 
 
-GREEDY = "rollout.sampling.temperature=0"
-BASELINE = "algorithm.advantage=reinforce_plus_plus"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "found"),
-    [
-        (["algorithm.dynamic_sampling=true", "batch.group_size=1", BASELINE], "no other to be compared with"),
-        ([GREEDY], "all alike"),
-        (["algorithm.kl.path=other"], "no reference model"),
-        (["algorithm.kl.place=reward"], "nothing is taken"),
-        (["algorithm.kl.coefficient=0.1", "algorithm.kl.estimator=k1"], "0 on average"),
-        (["algorithm.kl.coefficient=.inf"], "finite"),
-        (["algorithm.entropy_coefficient=.inf"], "finite"),
-        (["algorithm.fixed_tokens=100"], "only aggregation fixed"),
-        (["algorithm.loss=gspo"], "one token"),
-        (["algorithm.advantage=gae", "algorithm.critic.warmup_steps=80"], "never be trained"),
-        (["trainer.lr=.inf"], "finite"),
-        (["trainer.decay_steps=50"], "does not fall"),
-        (["trainer.schedule=cosine", "trainer.warmup_steps=81"], "before the learning rate has risen"),
-        (["trainer.lora.dropout=1"], "at least 0 and below 1"),
-        (["algorithm.overlong.buffer_tokens=65"], "at most 64 tokens"),
-        (["algorithm.preset=gspo", "algorithm.dual_clip=3"], "only clipped_surrogate"),
-        (["algorithm.preset=dppo", "algorithm.ratio=proximal"], "around the policy that sampled"),
-        (["algorithm.preset=dr_grpo", "algorithm.group_std=sample"], "only advantage grpo"),
-        (
-            ["algorithm.preset=m2po", "algorithm.ratio=proximal", "algorithm.proximal=log_linear"],
-            "log_linear is to save",
-        ),
-        (["algorithm.corrections=[{name: icepop, normalize: true}]"], "weigh nothing there"),
-        (["algorithm.kl.importance_weighted=true"], "no divergence in the loss"),
-        (["algorithm.router_aux_coefficient=-1"], "at least 0"),
-        (
-            ["trainer.num_ranks=2", "weights.overlap=false", "weights.transfer_timeout_s=600"],
-            "ranks wait in a collective",
-        ),
-    ],
-)
-def test_what_can_never_be_meant_is_refused(overrides, found):
-    with pytest.raises(ConfigError) as caught:
-        quickstart(*overrides)
-    assert found in str(caught.value).splitlines()[1]
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [GREEDY, BASELINE],
-        ["algorithm.preset=reinforce_plus_plus", "algorithm.kl.coefficient=0"],
-        ["algorithm.kl.coefficient=0.1", "algorithm.kl.estimator=k1", "algorithm.kl.place=reward"],
-        ["algorithm.critic.warmup_steps=80"],
-        ["trainer.schedule=linear", "trainer.decay_steps=50"],
-        ["algorithm.overlong.buffer_tokens=64"],
-    ],
-)
-def test_what_looks_like_it_and_has_a_use_is_not(overrides):
-    quickstart(*overrides)
-
-
 TOOLS = ["rollout.environment=tool_use", "rollout.tool_use.max_turns=3", "rollout.agent.max_turns=2"]
 
 
@@ -322,15 +263,6 @@ def test_bad_input_exits_with_2_and_starts_nothing(tmp_path, capsys, monkeypatch
     assert not directory.exists()
 
 
-def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path, capsys):
-    recipe = ROOT / "recipes" / "dapo_qwen.yaml"
-    assert cli.main([str(recipe), "--dry-run", f"run.dir={tmp_path / 'run'}"]) == 0
-    plan = capsys.readouterr().out
-    assert "fully_async" in plan
-    assert "nothing was started" in plan
-    assert not (tmp_path / "run").exists()
-
-
 QWEN_32B = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648,
     "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
@@ -448,40 +380,52 @@ def test_a_dry_run_says_what_copies_a_publish_takes(overrides, sent, staged, hub
 
 
 @pytest.mark.parametrize(
-    ("overrides", "asked", "found", "do"),
+    ("name", "words", "said"),
     [
         (
-            ["trainer.fsdp.offload_optimizer=false"],
-            "trainer.num_ranks=8 for model.path=Qwen/Qwen2.5-32B",
-            "of the 80 GiB",
-            ["trainer.fsdp.offload_optimizer=true (", "or trainer.num_ranks=16 ("],
+            "dapo_qwen",
+            "trainer.fsdp.offload_optimizer=false",
+            r"ranks=8 for model.path=Qwen/Qwen2.5-32B .*of the 80 GiB .*offload_optimizer=true \(.* or .*ranks=16 \(",
         ),
-        (["ray.gpu_memory_gib=48"], "with micro-batches of 22528 tokens", "of the 48 GiB", ["trainer.num_ranks=32 ("]),
+        ("dapo_qwen", "ray.gpu_memory_gib=48", r"micro-batches of 22528 tokens .*of the 48 GiB .*num_ranks=32 \("),
+        ("dapo_qwen", "ray.gpu_memory_gib=24", r"needs about 62 GiB.*of the 24 GiB.*context_parallel=8 \("),
+        ("dapo_qwen", "ray.gpu_memory_gib=12", "needs about 62 GiB.*of the 12 GiB.*train a smaller model"),
         (
-            ["ray.gpu_memory_gib=24"],
-            "a rank needs about 62 GiB",
-            "of the 24 GiB",
-            ["trainer.fsdp.context_parallel=8 ("],
-        ),
-        (["ray.gpu_memory_gib=12"], "a rank needs about 62 GiB", "of the 12 GiB", ["train a smaller model"]),
-        (
-            ["trainer.backend=megatron", "trainer.megatron.tensor_parallel=1"],
-            "GiB before activations, and has",
-            "of the 80 GiB",
-            ["set trainer.megatron.tensor_parallel="],
+            "dapo_qwen",
+            "trainer.backend=megatron trainer.megatron.tensor_parallel=1",
+            r"GiB before activations, and has.*of the 80 GiB.*set trainer\.megatron\.tensor_parallel=",
         ),
         (
-            ["rollout.vllm.tensor_parallel_size=1", "rollout.num_replicas=8", "ray.gpu_memory_gib=70"],
-            "a replica of",
-            "61 GiB for weights",
-            ["rollout.vllm.tensor_parallel_size=2"],
+            "dapo_qwen",
+            "rollout.vllm.tensor_parallel_size=1 rollout.num_replicas=8 ray.gpu_memory_gib=70",
+            r"a replica of.*61 GiB for weights.*rollout\.vllm\.tensor_parallel_size=2",
         ),
+        ("dapo_qwen", "--on 8xH100", "nodes with 8 GPUs: 8 of 16"),
+        ("gsm8k_qwen", "--on 2xRTX4090", "of the 24 GiB of its GPU"),
+        ("gsm8k_qwen", "--on 2xV100", "known are A100-40GB"),
+        # layouts that experts forbid are passed over
+        (
+            "grpo_qwen3_30b_a3b",
+            "trainer.backend=megatron trainer.num_ranks=8 trainer.megatron.expert_parallel=8 ray.gpu_memory_gib=20",
+            r"GiB before activations, and has.*set trainer\.num_ranks=",
+        ),
+        # more ranks are advised without more copies
+        (
+            "dapo_qwen",
+            "trainer.num_ranks=16 trainer.fsdp.shard_ranks=4",
+            r"trainer\.num_ranks=32 trainer\.fsdp\.shard_ranks=null \(",
+        ),
+        # what does not divide the model
+        (
+            "dapo_qwen_megatron",
+            "trainer.megatron.tensor_parallel=16 trainer.megatron.pipeline_parallel=1",
+            "40, the attention heads",
+        ),
+        ("dapo_qwen", "trainer.num_ranks=64 trainer.fsdp.context_parallel=16", "40 attention heads and 8 key-value"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_layout_that_does(overrides, asked, found, do, hub_cache, dry_run):
-    error = dry_run("dapo_qwen", *overrides, code=2)
-    for part in (asked, found, *do):
-        assert part in error
+def test_what_does_not_fit_is_refused_with_a_layout_that_does(name, words, said, hub_cache, dry_run):
+    assert re.search(said, dry_run(name, *words.split(), code=2))
 
 
 @pytest.mark.parametrize(
@@ -522,18 +466,6 @@ def test_a_dry_run_for_named_machines_says_what_a_step_takes(hub_cache, dry_run)
     assert max(map(int, seconds[1:])) <= int(seconds[0]) < sum(map(int, seconds[1:]))
     assert "responses (--mean-response) of 6000 tokens" in plan
     assert "one after the other" in dry_run("gsm8k_qwen", "mode=sync", "--on", "2xA100")
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "found"),
-    [
-        ("dapo_qwen", ["--on", "8xH100"], "nodes with 8 GPUs: 8 of 16"),
-        ("gsm8k_qwen", ["--on", "2xRTX4090"], "of the 24 GiB of its GPU"),
-        ("gsm8k_qwen", ["--on", "2xV100"], "known are A100-40GB"),
-    ],
-)
-def test_machines_that_do_not_hold_a_run_are_refused(name, words, found, hub_cache, dry_run):
-    assert found in dry_run(name, *words, code=2)
 
 
 COLOCATED = "placement=colocated", "mode=sync", "weights.transport=ipc"
@@ -616,13 +548,6 @@ def test_a_machine_that_is_too_small_is_told_what_would_fit_it(name):
         place_run(load_recipe(ROOT / "recipes" / f"{name}.yaml", []), [8])
 
 
-def test_layouts_that_experts_forbid_are_passed_over(hub_cache, dry_run):
-    experts = "trainer.backend=megatron", "trainer.num_ranks=8", "trainer.megatron.expert_parallel=8"
-    error = dry_run("grpo_qwen3_30b_a3b", *experts, "ray.gpu_memory_gib=20", code=2)
-    assert "GiB before activations, and has" in error
-    assert "set trainer.num_ranks=" in error
-
-
 def test_ranks_that_share_rows_are_announced_and_placed_together(hub_cache, dry_run):
     shares = "trainer.fsdp.context_parallel=4"
     plan = dry_run("dapo_qwen", shares)
@@ -630,8 +555,6 @@ def test_ranks_that_share_rows_are_announced_and_placed_together(hub_cache, dry_
     for shards, together in (("2", 4), ("8", 8)):
         recipe = load_recipe(ROOT / "recipes" / "dapo_qwen.yaml", [shares, f"trainer.fsdp.shard_ranks={shards}"])
         assert Demand.of(recipe).ranks_together == together
-    error = dry_run("dapo_qwen", "trainer.num_ranks=64", "trainer.fsdp.context_parallel=16", code=2)
-    assert "40 attention heads and 8 key-value heads" in error
 
 
 def test_the_share_of_an_engine_that_decides_itself_is_its_usual_one(hub_cache, dry_run):
@@ -655,53 +578,29 @@ def test_only_gpus_that_may_be_seen_count(tmp_path, monkeypatch):
     assert gpu_bytes(recipe) is None
 
 
-def test_more_ranks_are_advised_without_more_copies(hub_cache, dry_run):
-    error = dry_run("dapo_qwen", "trainer.num_ranks=16", "trainer.fsdp.shard_ranks=4", code=2)
-    assert "trainer.num_ranks=32 trainer.fsdp.shard_ranks=null (" in error
-
-
-def test_a_layout_that_does_not_divide_a_cached_model_is_refused(hub_cache, dry_run):
-    error = dry_run(
-        "dapo_qwen_megatron", "trainer.megatron.tensor_parallel=16", "trainer.megatron.pipeline_parallel=1", code=2
-    )
-    assert "40, the attention heads" in error
-
-
 @pytest.mark.parametrize("name", ["dapo_qwen", "dapo_qwen_megatron", "grpo_qwen3_30b_a3b", "retool_qwen", "gsm8k_qwen"])
-def test_recipes_of_real_size_pass_a_dry_run(name, dry_run):
+def test_recipes_of_real_size_pass_a_dry_run(name, dry_run, tmp_path):
     """Without a GPU, the packages of one, or the hub."""
-    plan = dry_run(name)
+    plan = dry_run(name, f"run.dir={tmp_path / 'run'}")
     assert "the recipe is valid" in plan
+    assert load_recipe(ROOT / "recipes" / f"{name}.yaml", []).mode in plan
+    assert "nothing was started" in plan
+    assert not (tmp_path / "run").exists()
 
 
 def test_experts_are_replayed_by_the_backend_that_can():
     assert quickstart("trainer.router_replay=rollout").kept_arrays == ("experts",)
-    with pytest.raises(ConfigError, match=r"router_replay=rollout with trainer\.compile"):
-        quickstart("trainer.router_replay=rollout", "trainer.compile=true")
-    with pytest.raises(ConfigError, match=r"router_aux_coefficient with trainer\.compile"):
-        quickstart("algorithm.router_aux_coefficient=0.1", "trainer.compile=true")
     quickstart("trainer.router_replay=rollout", "trainer.backend=megatron")
     sglang = ["trainer.router_replay=rollout", "rollout.engine=sglang", "rollout.sglang.stream_interval=1"]
     for interrupt in ("keep", "abort_resume"):
         settings = quickstart(*sglang, f"rollout.interrupt={interrupt}").rollout.sglang
         assert (settings.record_experts, settings.disable_overlap_schedule) == (True, interrupt == "keep")
-    vllm = ["trainer.router_replay=rollout", "rollout.engine=vllm"]
-    assert quickstart(*vllm).rollout.vllm.record_experts
-    with pytest.raises(ConfigError, match=r"prefix cache"):
-        quickstart(*vllm, "rollout.vllm.enable_prefix_caching=false")
+    assert quickstart("trainer.router_replay=rollout", "rollout.engine=vllm").rollout.vllm.record_experts
 
 
 def test_sets_are_kept_where_they_are_bounded():
-    keeps = ["rollout.sampling.keep_sets=true", "rollout.sampling.top_p=0.9"]
-    recipe = quickstart(*keeps, "rollout.sampling.top_k=64")
+    recipe = quickstart("rollout.sampling.keep_sets=true", "rollout.sampling.top_p=0.9", "rollout.sampling.top_k=64")
     assert recipe.kept_arrays == ("kept_ids", "kept_ids of 64")
-    for wrong, found in (
-        ((), "nothing bounds the set"),
-        (("rollout.sampling.top_k=8", "rollout.sampling.temperature=0"), "a greedy token has none"),
-        (("rollout.sampling.top_k=8", "trainer.backend=megatron"), "only backend fsdp"),
-    ):
-        with pytest.raises(ConfigError, match=found):
-            quickstart(*keeps, *wrong)
 
 
 def test_a_mapping_or_list_that_is_set_to_nothing_is_emptied(tmp_path):

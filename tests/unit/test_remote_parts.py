@@ -135,7 +135,6 @@ def test_labels_of_another_process_or_run_are_noticed(label):
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 REMOTE = ("rollout.engine=remote", "rollout.num_replicas=2", "rollout.remote.urls=[http://a:8000,https://b/vllm]")
-RELOAD = (*REMOTE, "rollout.remote.weights=reload")
 BY_VLLM = (*REMOTE, "rollout.remote.weights=native", "trainer.device=cuda", "weights.transport=collective")
 BY_VLLM = (*BY_VLLM, "weights.verify=off")
 
@@ -157,35 +156,6 @@ def test_vllms_own_sender_is_chosen_by_its_servers():
     assert TrainerSpec.of(recipe).is_native
     assert recipe.rollout.settings.num_workers == 1, "the replica stands for its server"
     assert not TrainerSpec.of(quickstart(*REMOTE, "weights.transport=collective")).is_native
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (("rollout.engine=remote",), r"num_replicas=2(?s:.)*names 0 server(?s:.)*rollout\.remote\.urls="),
-        ((*REMOTE, "rollout.num_replicas=3"), r"names 2 server(?s:.)*num_replicas=2"),
-        ((*REMOTE, "rollout.max_replicas=3"), r"max_replicas=3 with rollout\.engine=remote"),
-        ((*REMOTE, "rollout.remote.urls=[http://a,http://a]"), "http://a twice"),
-        ((*REMOTE, "placement=colocated", "mode=sync"), r"placement=colocated with rollout\.engine=remote"),
-        (RELOAD, r"weights=reload with weights\.transport=ipc"),
-        (
-            (*RELOAD, "weights.transport=disk", "weights.disk_directory=s3://bucket/x"),
-            r"weights=reload with weights\.disk_directory=s3",
-        ),
-        ((*RELOAD, "weights.transport=disk", "weights.encoding=delta"), "weights.encoding=delta"),
-        ((*RELOAD, "weights.transport=disk", "trainer.lora.rank=4"), "lora.rank=4"),
-        ((*REMOTE, "weights.transport=collective", "trainer.lora.rank=4"), "engine=remote with trainer.lora.rank=4"),
-        ((*BY_VLLM, "weights.transport=disk"), r"weights=native with weights\.transport=disk"),
-        ((*BY_VLLM, "weights.verify=first"), r"weights=native with weights\.verify=first"),
-        ((*BY_VLLM, "trainer.device=cpu"), r"weights=native with trainer\.device=cpu"),
-        ((*BY_VLLM, "trainer.lora.rank=4"), "lora.rank=4"),
-        ((*REMOTE, "ray.start_timeout_s=100"), r"wait_s=240(?s:.)*start_timeout_s=100"),
-        ((*REMOTE, "rollout.remote.lost_after_s=0"), "lost_after_s"),
-    ],
-)
-def test_settings_that_no_server_can_serve_are_refused(overrides, said):
-    with pytest.raises(ConfigError, match=said):
-        quickstart(*overrides)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,11 @@ def test_names_that_statements_take_from_the_program(tests: object, names: set[s
         ([{"testtype": "functional", "input": "1", "output": "1"}], "functional, and no name"),
         ([{"fn_name": "f", "input": "x", "output": "1"}], 'input "x".*fn_name=f'),
         ([1, 2], "neither inputs nor statements"),
+        ({}, "neither inputs nor statements"),
+        (42, "neither inputs nor statements"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": [], "outputs": []}, "0 inputs and 0 outputs"),
+        ({"inputs": [[1], 3], "outputs": [1, 3], "fn_name": "f"}, r"number 1.*input 3 .* fn_name=f"),
     ],
 )
 def test_tests_that_cannot_judge_are_refused_by_file_and_line(tests: object, found: str) -> None:

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.config.model import ModelConfig
-from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig
+from asyncrl.config.rollout import SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.inference.sglang.engine import SglangStream
 from asyncrl.inference.sglang.host import all_read
@@ -213,12 +213,6 @@ def test_the_arguments_of_sglang():
     assert recording == made | {"enable_return_routed_experts": True}, "older versions do not know it"
     on_cpu = arguments(settings, real=True, on_cpu=True)
     assert (on_cpu["device"], on_cpu["load_format"], on_cpu["disable_overlap_schedule"]) == ("cpu", "auto", True)
-
-
-def test_keep_needs_every_token_streamed():
-    with pytest.raises(ConfigError, match="stream_interval=1"):
-        RolloutConfig(engine="sglang", interrupt="keep")
-    RolloutConfig(engine="sglang", interrupt="keep", sglang=SglangEngineConfig(stream_interval=1))
 
 
 # -- barriers and marks ------------------------------------------------------------------------------------------------

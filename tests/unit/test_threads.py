@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from asyncrl.config.threads import local_cores, rank_threads, trainer_threads
 from asyncrl.driver import actors
-from asyncrl.errors import ConfigError
 from asyncrl.trainer.trainer_spec import TrainerSpec
 from tests.make import quickstart
 
@@ -71,12 +70,6 @@ def test_a_recipe_divides_the_cores_of_a_node(overrides, cores, num_nodes, threa
 def test_ranks_with_gpus_divide_the_cores_of_the_node_that_they_fill(overrides, node_gpus, threads):
     recipe = quickstart("mode=fully_async", "rollout.engine=vllm", *overrides)
     assert trainer_threads(recipe, cores=96, num_nodes=2, node_gpus=node_gpus) == threads
-
-
-@pytest.mark.parametrize("key", ["trainer.num_threads", "rollout.torch.num_threads"])
-def test_no_threads_are_refused(key):
-    with pytest.raises(ConfigError, match=f"{key}=0"):
-        quickstart(f"{key}=0")
 
 
 def test_cores_are_those_that_this_process_may_use():

@@ -46,7 +46,7 @@ def tests_of(row: PromptRow) -> tuple[Case, ...] | Statements:
         raise ValueError(explain(asked, "an empty list", "give at least one test"))
     metadata = extra.get("metadata")
     cases = tuple(_case(test, metadata, f"{asked}, number {number}") for number, test in enumerate(found))
-    if all(_is_nothing(case) for case in cases):
+    if all(value is None if case.function else not value.strip() for case in cases for value in case.wanted):
         raise ValueError(explain(asked, "every output is empty: a program that does nothing passes", "give an output"))
     return cases
 
@@ -108,7 +108,3 @@ def _lines(value: Any) -> str:
     """`value` as text; some datasets write a text as a list of lines."""
     is_listed = isinstance(value, Sequence) and not isinstance(value, str)
     return "\n".join(map(str, value)) + "\n" if is_listed else str(value)
-
-
-def _is_nothing(case: Case) -> bool:
-    return all(value is None if case.function else not value.strip() for value in case.wanted)
