@@ -139,7 +139,7 @@ async def over_http(bench: Bench, endpoint: AgentEndpoint, turns: int, kind: str
 
 async def measure(turns: int, rounds: int) -> dict[str, list[float]]:
     """Seconds beyond the engine's own, by row of the table."""
-    overrides = ["rollout.environment=agent", "rollout.agent.function=asyncrl.environments.example_agent:agent"]
+    overrides = ["rollout.environment=agent", "rollout.agent.function=recipes.agents.openai_client:agent"]
     overrides += ["rollout.torch.max_model_len=60000", "rollout.sampling.max_response_tokens=50000"]
     overrides += ["trainer.max_tokens_per_microbatch=60000"]
     recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", overrides)
