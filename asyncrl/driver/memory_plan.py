@@ -46,14 +46,19 @@ def gpu_bytes(recipe: Recipe) -> int | None:
     """Memory of the smallest GPU that the run may get; None if unknown."""
     if recipe.ray.gpu_memory_gib is not None:
         return int(recipe.ray.gpu_memory_gib * GIB)
+    return smallest_gpu_here(visible_gpus()) if joined_address(recipe.ray.address) is None else None
+
+
+def smallest_gpu_here(chosen: frozenset[str] | None = None) -> int | None:
+    """Memory of the smallest GPU of this machine among the `chosen`, by number or id; None: of all. None if there is
+    none, or no program that tells."""
     program = shutil.which("nvidia-smi")
-    if program is None or joined_address(recipe.ray.address) is not None:
+    if program is None:
         return None
     words = [program, "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:  # not torch: importing it would delay the start by seconds
         told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=SMI_TIMEOUT_S).stdout
         gpus = [[word.strip() for word in line.split(",")] for line in told.splitlines()]
-        chosen = visible_gpus()
         return min((int(size) << 20 for *names, size in gpus if chosen is None or {*names} & chosen), default=None)
     except (OSError, ValueError, subprocess.SubprocessError):  # the plan then omits the check
         return None

@@ -37,15 +37,18 @@ import psutil
 from rich.console import Console
 
 from asyncrl.checkpoint.store import CheckpointStore, read_state
+from asyncrl.config.recipe import Recipe
+from asyncrl.data.model_files import check_model, hub_facts
 from asyncrl.driver.actors import Actors
 from asyncrl.driver.cluster.fork_server import ForkServer
 from asyncrl.driver.cluster.janitor import processes_of
-from asyncrl.driver.cluster.nodes import prepare_nodes
+from asyncrl.driver.cluster.nodes import prepare_nodes, smallest_gpu
 from asyncrl.driver.cluster.placement import sends_copies
 from asyncrl.driver.cluster.placement_groups import PlacementGroups, reserved
 from asyncrl.driver.cluster.ray_session import Cluster, ray_cluster
 from asyncrl.driver.coordinator import Coordinator
 from asyncrl.driver.interfaces import Parts
+from asyncrl.driver.memory_plan import GIB, gpu_bytes, with_fitting_share
 from asyncrl.driver.preflight import hub_models
 from asyncrl.driver.publish.checkpoint_engine import CheckpointEngine
 from asyncrl.driver.run_spec import RunResult, RunSpec
@@ -95,11 +98,26 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
         )
         spec = replace(spec, recipe=placed)
         prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
+        spec = replace(spec, recipe=_with_measured_share(spec.recipe))
         current = _Run(spec, console, cluster, placements, MetricsLog(spec.directory.metrics, sinks))
         try:
             return asyncio.run(current.run())
         finally:
             current.left.set()
+
+
+def _with_measured_share(recipe: Recipe) -> Recipe:
+    """The recipe whose colocated engine takes what a rank leaves of GPUs that only a cluster knows, as the dry run did
+    where it knew them."""
+    if not recipe.is_colocated or gpu_bytes(recipe) is not None:
+        return recipe
+    if (memory := smallest_gpu(recipe.ray.start_timeout_s)) is None:
+        return recipe
+    recipe = replace(recipe, ray=replace(recipe.ray, gpu_memory_gib=memory / GIB))
+    facts = check_model(recipe.model.path)
+    recipe, note = with_fitting_share(recipe, facts if facts.is_local else hub_facts(recipe.model))
+    logger.info("the smallest GPU has %.1f GiB: %s", memory / GIB, note)
+    return recipe
 
 
 class _Run:

@@ -15,7 +15,7 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 
-from asyncrl.driver.cluster.nodes import prepare_nodes
+from asyncrl.driver.cluster.nodes import prepare_nodes, smallest_gpu
 from asyncrl.driver.cluster.ray_session import ray_cluster
 from asyncrl.errors import ConfigError
 
@@ -43,6 +43,11 @@ with ray_cluster(cluster.address, Path("/nowhere/log.txt"), (), {"OF_THE_RECIPE"
     os.chdir(own)
     refused(Path("/proc/self/cwd"), [])  # another directory for each process: not shared
     refused(shared, [("org/none", None)])
+    print("smallest GPU:", smallest_gpu(100))
+    for size in (80, 24):
+        os.environ["SIZE_GIB"] = str(size)
+        cluster.add_node(num_cpus=1, num_gpus=1)
+    print("smallest GPU:", smallest_gpu(100))
 cluster.shutdown()
 """
 
@@ -52,7 +57,10 @@ def test_every_node_shares_the_run_directory_and_has_the_models(tmp_path):
     shared, own, cache = (tmp_path / name for name in ("shared", "own", "cache"))
     for directory in (shared, own, cache):
         directory.mkdir()
-    environment = {**os.environ, "HF_HOME": str(cache)}
+    program = own / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 0, GPU-a, $((SIZE_GIB * 1024))\n")
+    program.chmod(0o755)
+    environment = {**os.environ, "HF_HOME": str(cache), "PATH": f"{own}:{os.environ['PATH']}"}
     environment.pop("HF_HUB_OFFLINE", None)
     done = ran("-c", PREPARE, shared, own, env=environment, timeout_s=400)
     assert "variables: heard 1" in done.stdout, "and a log that a node cannot write ends no process"
@@ -61,6 +69,8 @@ def test_every_node_shares_the_run_directory_and_has_the_models(tmp_path):
     assert "run.dir=/proc/self/cwd on node" in directory
     assert "a file system that all nodes share" in directory
     assert "model org/none on node" in model
+    sizes = [line for line in done.stdout.splitlines() if line.startswith("smallest GPU: ")]
+    assert sizes == ["smallest GPU: None", f"smallest GPU: {24 << 30}"], "told by the nodes that have GPUs"
 
 
 def test_a_node_says_what_it_lacks(tmp_path, monkeypatch):

@@ -6,13 +6,14 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from asyncrl.driver.memory_plan import smallest_gpu_here
 from asyncrl.errors import ConfigError, Process, explain
 from asyncrl.remote.reply import reply_now
 
@@ -70,6 +71,18 @@ def prepare_nodes(directory: Path, models: Sequence[HubModel], timeout_s: float)
     logger.info("%d node(s) have the run directory and the files of %d model(s) of the hub", len(nodes), len(models))
 
 
+def smallest_gpu(timeout_s: float) -> int | None:
+    """Memory of the smallest GPU on the nodes that a run may get, in bytes; None: there is none, or a node cannot tell.
+    Raises DeadlineExceeded, ProcessDied: naming the node."""
+    nodes = [node for node in usable_nodes(ray.nodes()) if node["Resources"].get("GPU")]
+    asked = [(node, _on(node, smallest_gpu_here).remote()) for node in nodes]
+    found = [
+        reply_now(ref, timeout_s=timeout_s, call="size of its GPUs", process=Process(f"node {n['NodeManagerAddress']}"))
+        for n, ref in asked
+    ]
+    return None if None in found else min(found, default=None)
+
+
 def usable_nodes(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The nodes of `ray.nodes()` on which parts of a run may be placed: nodes with GPUs if there are any, else all."""
     alive = [node for node in nodes if node["Alive"]]
@@ -82,9 +95,13 @@ def spans(nodes: Sequence[dict[str, Any]], here: str) -> bool:
 
 
 def _ask(node: dict[str, Any], place: Path | None, token: str, models: Sequence[HubModel]) -> ray.ObjectRef:
+    return _on(node, prepare_node).remote(place, token, node["NodeID"], list(models))
+
+
+def _on(node: dict[str, Any], function: Callable[..., Any]) -> Any:
+    """`function` as a task of this node."""
     strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    task = ray.remote(num_cpus=0, max_retries=0)(prepare_node).options(scheduling_strategy=strategy)
-    return task.remote(place, token, node["NodeID"], list(models))
+    return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=strategy)
 
 
 def prepare_node(place: Path | None, token: str, node_id: str, models: Sequence[HubModel]) -> tuple[str, str] | None:
