@@ -98,7 +98,7 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
         )
         spec = replace(spec, recipe=placed)
         prepare_nodes(spec.directory.path, hub_models(spec.recipe), settings.start_timeout_s)
-        spec = replace(spec, recipe=_with_measured_share(spec.recipe))
+        spec = replace(spec, recipe=with_measured_share(spec.recipe))
         current = _Run(spec, console, cluster, placements, MetricsLog(spec.directory.metrics, sinks))
         try:
             return asyncio.run(current.run())
@@ -106,7 +106,7 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
             current.left.set()
 
 
-def _with_measured_share(recipe: Recipe) -> Recipe:
+def with_measured_share(recipe: Recipe) -> Recipe:
     """The recipe whose colocated engine takes what a rank leaves of GPUs that only a cluster knows, as the dry run did
     where it knew them."""
     if not recipe.is_colocated or gpu_bytes(recipe) is not None:

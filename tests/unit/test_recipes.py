@@ -14,6 +14,7 @@ import pytest
 from asyncrl.checkpoint.run_directory import RunDirectory
 from asyncrl.commands import train as cli
 from asyncrl.config.load import known_keys, load_recipe
+from asyncrl.driver import run
 from asyncrl.driver.cluster.placement import Demand, place_run
 from asyncrl.driver.memory_plan import gpu_bytes
 from asyncrl.errors import ConfigError
@@ -555,6 +556,16 @@ def test_ranks_that_share_rows_are_announced_and_placed_together(hub_cache, dry_
     for shards, together in (("2", 4), ("8", 8)):
         recipe = load_recipe(ROOT / "recipes" / "dapo_qwen.yaml", [shares, f"trainer.fsdp.shard_ranks={shards}"])
         assert Demand.of(recipe).ranks_together == together
+
+
+def test_a_colocated_engine_takes_what_a_rank_leaves_of_gpus_that_only_the_cluster_knows(hub_cache, monkeypatch):
+    words = *COLOCATED, "ray.address=10.0.0.1:6379"
+    recipe = load_recipe(ROOT / "recipes" / "gsm8k_qwen.yaml", [*words])
+    monkeypatch.setattr(run, "smallest_gpu", lambda _timeout_s: None)
+    assert run.with_measured_share(recipe) is recipe, "no node tells"
+    monkeypatch.setattr(run, "smallest_gpu", lambda _timeout_s: 40 * GIB)
+    share = run.with_measured_share(recipe).rollout.vllm.gpu_memory_utilization
+    assert 0 < share < recipe.rollout.vllm.memory_share
 
 
 def test_the_share_of_an_engine_that_decides_itself_is_its_usual_one(hub_cache, dry_run):
