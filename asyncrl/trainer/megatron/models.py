@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
@@ -39,26 +39,25 @@ from asyncrl.weights.encodings.base import open_files
 HEAD = "head."
 """Prefix of a critic's head; no pretrained model has it."""
 
-Result = TypeVar("Result", covariant=True)
 LOGITS = LogitRules(per_chunk=1 << 26)
 """Chunks of 256 MiB in float32."""
 
 
-class Head(Protocol, Generic[Result]):
+class Head(Generic[Output]):
     rows: int
     """Number of results per predicted token."""
 
     def __call__(self, chunk: DecoderChunk, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
         """[rows, n] float32, the same on all tensor-parallel ranks; n may be 0. `hidden`: output of `chunk`, the last
         one."""
-        ...
+        raise NotImplementedError
 
-    def output(self, numbers: torch.Tensor, routing: RoutingSums | None = None) -> Result:
+    def output(self, numbers: torch.Tensor, routing: RoutingSums | None = None) -> Output:
         """Packs [rows, n] and, if requested, the routing sums."""
-        ...
+        raise NotImplementedError
 
 
-class PolicyHead:
+class PolicyHead(Head[TokenOutputs]):
     rows = 2
 
     def __init__(self, vocab_size: int, group: dist.ProcessGroup) -> None:
@@ -78,7 +77,7 @@ class PolicyHead:
         return TokenOutputs(*numbers, *sums)
 
 
-class ValueHead:
+class ValueHead(Head[torch.Tensor]):
     rows = 1
 
     def __call__(self, chunk: DecoderChunk, hidden: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
