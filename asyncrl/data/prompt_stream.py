@@ -12,6 +12,7 @@ import numpy as np
 
 from asyncrl.config.data import CurriculumConfig
 from asyncrl.data.row_table import SourceRows
+from asyncrl.types.splitmix import GOLDEN, mix_array
 
 if TYPE_CHECKING:
     from asyncrl.data.training_set import TrainingSet
@@ -156,8 +157,5 @@ def _from_easy_to_hard(ease: np.ndarray, jitter: float, keys: np.ndarray) -> np.
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """A bijective hash of [n] uint64, wrapping. Source: the SplitMix64 finaliser (Steele et al., OOPSLA 2014)."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    """A bijective hash of [n] uint64, wrapping: a step of SplitMix64."""
+    return mix_array(values + np.uint64(GOLDEN))

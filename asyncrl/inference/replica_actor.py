@@ -152,8 +152,7 @@ class ReplicaControl(ActorClient):
     def __init__(self, replica_id: int, handle: ActorHandle, place: ReplicaPlacement | None = None) -> None:
         super().__init__(handle, replica(replica_id), is_direct=True)
         self._place = place
-        self._abandoned = False
-        self._open: set[asyncio.Future[None]] = set()
+        self._abandoned = asyncio.Event()
 
     async def placed(self, timeout_s: float) -> None:
         """Returns once a node has a place for the process. Raises NoPlace."""
@@ -164,27 +163,23 @@ class ReplicaControl(ActorClient):
         """Ends every open and later call of this control with DeadlineExceeded. Returns a new control to use when the
         replica answers again. Both share the connection, so calls start in order, and `kill` works on both."""
         later = copy.copy(self)
-        later._open = set()
-        self._abandoned = True
-        for ended in self._open:
-            if not ended.done():
-                ended.set_result(None)
+        later._abandoned = asyncio.Event()
+        self._abandoned.set()
         return later
 
     async def _answer(self, timeout_s: float, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._abandoned:
+        if self._abandoned.is_set():
             raise self._late(name)
         answer = asyncio.ensure_future(super()._answer(timeout_s, name, args, kwargs))
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._open.add(ended)
+        abandoned = asyncio.ensure_future(self._abandoned.wait())
         try:
             # Whichever is first: the reply, or `abandon`.
-            await asyncio.wait((answer, ended), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer, abandoned), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise self._late(name)
             return answer.result()
         finally:
-            self._open.discard(ended)
+            abandoned.cancel()
             answer.cancel()
 
     def _late(self, method: str) -> DeadlineExceeded:

@@ -135,7 +135,8 @@ class HostState:
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         """Moves them to the host."""
-        self._slots = [(slot, slot.read().device, _buffer_like(slot.read())) for slot in slots]
+        held = [(slot, slot.read()) for slot in slots]
+        self._slots = [(slot, t.device, pinned_empty(t.shape, t.dtype, t.device)) for slot, t in held]
         self._on_device = True
         self.to_host()
 
@@ -158,9 +159,3 @@ class HostState:
         for slot, _, buffer in self._slots:
             slot.write(buffer)
         self._on_device = False
-
-
-def _buffer_like(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cuda":
-        return pinned_empty(tensor.shape, tensor.dtype, tensor.device)
-    return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -30,9 +30,9 @@ class _Pages(mmap.mmap):
 
 
 def pinned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor in host memory that is pinned for copies to and from `device`, a GPU; not initialised."""
+    """A tensor in host memory, not initialised; pinned if `device`, the other end of its copies, is a GPU."""
     nbytes = prod(shape) * dtype.itemsize
-    if not nbytes:
+    if not nbytes or device.type != "cuda":
         return torch.empty(shape, dtype=dtype)
     pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     data = torch.frombuffer(pages, dtype=torch.uint8)

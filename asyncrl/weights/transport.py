@@ -7,7 +7,7 @@ commit. The manifest travels with the calls to the replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
@@ -82,3 +82,25 @@ class WeightReceiver(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class HeldReceiver:
+    """The receiver of the source that was joined last. Used in one thread, in which its sockets stay."""
+
+    def __init__(self, build: Callable[[TransferSource], WeightReceiver]) -> None:
+        self._build = build
+        self._source: TransferSource | None = None
+        self._receiver: WeightReceiver | None = None
+
+    def of(self, source: TransferSource) -> WeightReceiver:
+        """The receiver of `source`; closes that of another one."""
+        if self._receiver is None or source != self._source:
+            self.close()
+            self._receiver, self._source = self._build(source), source
+        return self._receiver
+
+    def close(self) -> None:
+        """Idempotent."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()

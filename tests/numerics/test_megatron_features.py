@@ -90,7 +90,7 @@ def offloaded(make, plans, root):
         for offload in (False, True):
             key = f"{dtype}-{offload}"
             backend = make(MegatronConfig(param_dtype=dtype, offload_optimizer=offload))
-            update = backend._models.policy.update
+            update = backend._models.policy.optimizer
             rests, seen = places(update), []
             for part in update._parts():
                 part.optimizer.register_step_pre_hook(lambda *_, u=update, seen=seen: seen.append(places(u)))

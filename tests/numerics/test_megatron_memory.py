@@ -52,7 +52,7 @@ def allocated(models):
     buffers = [buffer for chunk in wrapped for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     gradients = storages(buffer.grad_data for buffer in buffers)
     state = storages(
-        tensor for model in trained for _, share in model.update.shares() for tensor in share.state.values()
+        tensor for model in trained for _, share in model.optimizer.shares() for tensor in share.state.values()
     )
     of_optimizer = {place: size for place, size in state.items() if place not in weights}
     return sum(weights.values()), sum(gradients.values()), sum(of_optimizer.values())

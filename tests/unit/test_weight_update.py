@@ -15,6 +15,7 @@ from asyncrl.types import DiskSource
 from asyncrl.weights.encodings.decoder import Scope
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.plan import make_manifest
+from asyncrl.weights.transport import HeldReceiver
 
 WEIGHTS = [(f"layers.{i}.weight", torch.full((3, 2), float(i + 1))) for i in range(6)]
 MANIFEST = make_manifest(1, 1, [spec_of(*item) for item in WEIGHTS], 4096, verify=False)
@@ -70,9 +71,13 @@ class Receives:
         pass
 
 
-class Update(WorkerUpdate):
-    def _build_receiver(self, source):
-        return SimpleNamespace(close=lambda: None)
+SOURCE = DiskSource(endpoint="", bucket_bytes=1, num_receivers=1, epoch=0, directory="")
+
+
+def update_of(loader, decoder):
+    update = WorkerUpdate(loader, decoder, torch.device("cpu"))
+    update._receiver = HeldReceiver(lambda source: SimpleNamespace(close=lambda: None))
+    return update
 
 
 def publish(breaks_after, *, computes_together=True):
@@ -81,8 +86,8 @@ def publish(breaks_after, *, computes_together=True):
     loaders = [Loader(together, computes_together=computes_together) for _ in breaks_after]
 
     def run(loader, number):
-        update = Update(loader, Receives(number), torch.device("cpu"))
-        update.join(DiskSource.__new__(DiskSource))
+        update = update_of(loader, Receives(number))
+        update.join(SOURCE)
         update.start()
         update.receive(MANIFEST, 20.0)
         update.finish()
@@ -132,8 +137,8 @@ def adopted(update):
 
 def staging_update(breaks_after):
     loader, decoder = Loader(threading.Barrier(1), computes_together=False), Receives(breaks_after)
-    update = Update(loader, decoder, torch.device("cpu"))
-    update.join(DiskSource.__new__(DiskSource))
+    update = update_of(loader, decoder)
+    update.join(SOURCE)
     return update, loader, decoder
 
 

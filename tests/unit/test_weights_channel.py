@@ -78,7 +78,8 @@ def test_a_sender_that_does_not_have_the_key_cannot_pass_for_one(tmp_path):
     """As one that binds the port of a sender that is gone."""
     true, false = (SenderChannel(f"ipc://{tmp_path}/{name}", 1) for name in ("true", "false"))
     receiver = ReceiverChannel(false.endpoint, 0, true.key)
-    receiver.join(MANIFEST)
+    with pytest.raises((DeadlineExceeded, TransferEnded), match="the sender at"):
+        receiver.join(MANIFEST, Deadline(0.1))
     with pytest.raises(DeadlineExceeded, match="receiver 0 did not"):
         false.gather(MANIFEST, Deadline(0.3))
     assert true.key != false.key

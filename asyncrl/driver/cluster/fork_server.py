@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ REQUEST_S = 5.0
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
-class ForkServer:
+class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
     """The driver's side: starts and stops the server of one run. Does nothing until `start`."""
 
     def __init__(self) -> None:
@@ -109,9 +109,6 @@ class ForkServer:
         finally:
             constants.SETUP_WORKER_FILENAME = before
             del os.environ[SOCKET_VARIABLE]
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

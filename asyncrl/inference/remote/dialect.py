@@ -87,7 +87,8 @@ def require_up(error: Refused) -> None:
 
 
 def require_key(url: str, version: str, path: str, error: Refused) -> None:
-    """Raises ConfigError if the server refuses the key or requires one."""
+    """As `require_up`; raises ConfigError if the server refuses the key or requires one."""
+    require_up(error)
     if error.status in (401, 403):
         do = "set rollout.remote.api_key_env to the environment variable that holds its key"
         raise ConfigError(explain(f"{path} of {url} ({version})", "it refuses the key", do)) from error

@@ -18,7 +18,7 @@ from asyncrl.inference.remote.orders import write_order
 from asyncrl.inference.remote.server_client import Call, ServerClient
 from asyncrl.inference.shared.publish_calls import PublishCalls, agree
 from asyncrl.types import Digest, DiskSource, Manifest, TransferSource
-from asyncrl.weights.transport import WeightReceiver
+from asyncrl.weights.transport import HeldReceiver, WeightReceiver
 
 _GRACE_S = 5.0
 """Extra time beyond the workers' deadline, so that their error arrives first."""
@@ -51,7 +51,7 @@ class ReplicaReceives(PublishCalls):
         super().__init__(f"the server {client.url}")
         self._client = client
         self._thread = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
-        self._receiver: WeightReceiver | None = None
+        self._receiver = HeldReceiver(self._receiver_of)
         self._closed = False
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class ReplicaReceives(PublishCalls):
         super().close()
         if not self._closed:
             self._closed = True
-            self._thread.submit(self._leave)
+            self._thread.submit(self._receiver.close)
             self._thread.shutdown(wait=False)
 
     async def _update(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Sequence[Sequence[Any]]:
@@ -70,16 +70,7 @@ class ReplicaReceives(PublishCalls):
         raise NotImplementedError
 
     def _read(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        if source != self._joined:
-            self._leave()
-        if self._receiver is None:
-            self._receiver = self._receiver_of(source)
-        return self._receiver.receive(manifest, _Discarded(), timeout_s)
-
-    def _leave(self) -> None:
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
+        return self._receiver.of(source).receive(manifest, _Discarded(), timeout_s)
 
 
 class ReloadPublishCalls(ReplicaReceives):

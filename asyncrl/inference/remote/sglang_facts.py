@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.inference.remote.dialect import ASK_S, DOCS, require_key, require_same_model, require_setting, require_up
+from asyncrl.inference.remote.dialect import ASK_S, DOCS, require_key, require_same_model, require_setting
 from asyncrl.inference.remote.server_client import Refused, ServerClient
 from asyncrl.inference.sglang.host_process import SPARE_TOKENS
 from asyncrl.json_records import from_plain
@@ -58,7 +58,6 @@ async def ask_sglang(client: ServerClient, model: Any) -> SglangFacts:
     try:
         info = await client.get(STATE, timeout_s=ASK_S)
     except Refused as error:
-        require_up(error)
         require_key(client.url, "SGLang", STATE, error)
         do = f"start an SGLang of version {_words(_SINCE)} or newer; {DOCS}"
         raise ConfigError(explain(f"{STATE} of {client.url}", str(error), do)) from error

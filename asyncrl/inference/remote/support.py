@@ -7,7 +7,7 @@ import asyncio
 from asyncrl.config.remote_engine import RemoteEngineConfig
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.errors import ConfigError, explain
-from asyncrl.inference.remote.dialect import ASK_S, NO_FILTERS, require_key, require_up
+from asyncrl.inference.remote.dialect import ASK_S, NO_FILTERS, require_key
 from asyncrl.inference.remote.server_client import Refused, ServerClient, Unanswered, Unreachable, read_key
 from asyncrl.inference.remote.sglang_dialect import SglangDialect
 from asyncrl.inference.remote.sglang_facts import MODEL, ask_sglang
@@ -67,7 +67,6 @@ async def ask(client: ServerClient, remote: RemoteEngineConfig) -> ServerDialect
         try:
             answer = await client.get(path, timeout_s=ASK_S)
         except Refused as error:
-            require_up(error)
             require_key(client.url, "a server", path, error)
             told.append(str(error))
             continue

@@ -128,7 +128,6 @@ async def _require_routes(client: ServerClient, version: str) -> None:
     except Refused as error:
         if error.status in (400, 422):
             return
-        require_up(error)
         raise _lacks(client, version, "/inference/v1/generate", error) from error
 
 
@@ -136,7 +135,6 @@ async def _get(client: ServerClient, path: str, version: str, **params: Any) -> 
     try:
         return await client.get(path, timeout_s=ASK_S, **params)
     except Refused as error:
-        require_up(error)
         raise _lacks(client, version, path, error) from error
 
 

@@ -39,9 +39,5 @@ class Staging:
     def _take(self, spec: TensorSpec) -> torch.Tensor:
         memory = self._memory.get(spec.name)
         if memory is None or memory.numel() != spec.nbytes:
-            if self._device.type == "cuda":
-                memory = pinned_empty((spec.nbytes,), torch.uint8, self._device)
-            else:
-                memory = torch.empty(spec.nbytes, dtype=torch.uint8)
-            self._memory[spec.name] = memory
+            memory = self._memory[spec.name] = pinned_empty((spec.nbytes,), torch.uint8, self._device)
         return memory

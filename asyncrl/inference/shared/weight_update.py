@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from threading import Condition
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from asyncrl.types import Digest, Manifest, TensorSpec, TransferSource
 from asyncrl.weights.assembling_sink import AssemblingSink
 from asyncrl.weights.encodings.decoder import Decoder, Scope
 from asyncrl.weights.stored_layout import StoredLayout
-from asyncrl.weights.transport import WeightReceiver, WeightSink
+from asyncrl.weights.transport import HeldReceiver, WeightSink
 from asyncrl.weights.transports import build_receiver
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class WorkerUpdate:
         """The publish that is loaded but not finished."""
         self._executor = ThreadPoolExecutor(1, "weight-receiver")  # sockets stay in one thread
         self._source: TransferSource | None = None
-        self._receiver: WeightReceiver | None = None
+        self._receiver = HeldReceiver(partial(build_receiver, device=device))
         self._staging = Staging(device)
         self._staged: Future[tuple[Scope, Digest | None]] | None = None
         """The last staged publish, until it is loaded."""
@@ -161,7 +162,7 @@ class WorkerUpdate:
             return
         self._failure = None
         try:  # an abandoned staging still occupies the thread and ends first
-            self._executor.submit(self._close_receiver).result(_CLOSE_S)
+            self._executor.submit(self._receiver.close).result(_CLOSE_S)
         except TimeoutError:
             self._source = None
             self._failure = DeadlineExceeded(
@@ -222,16 +223,12 @@ class WorkerUpdate:
 
     def close(self) -> None:
         self._source = None
-        self._executor.submit(self._close_receiver)
+        self._executor.submit(self._receiver.close)
         self._executor.shutdown(wait=False)  # the process ends with it
 
-    def _build_receiver(self, source: TransferSource) -> WeightReceiver:
-        return build_receiver(source, device=self._device)
-
-    def _decode(
-        self, receiver: WeightReceiver, manifest: Manifest, scope: Scope, sink: WeightSink, timeout_s: float
-    ) -> Digest | None:
-        return self._decoder.receive(receiver, manifest, scope, sink, timeout_s)
+    def _decode(self, manifest: Manifest, scope: Scope, sink: WeightSink, timeout_s: float) -> Digest | None:
+        assert self._source is not None, "receive before join"
+        return self._decoder.receive(self._receiver.of(self._source), manifest, scope, sink, timeout_s)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -274,7 +271,7 @@ class WorkerUpdate:
         """Moves one publish into `feed`, in the receiver's thread."""
         sink = AssemblingSink(feed.offer, check=self._loader.check)
         try:
-            return self._decode(self._joined(), manifest, scope, sink, timeout_s)
+            return self._decode(manifest, scope, sink, timeout_s)
         except BaseException as error:
             feed.fail(error)
             raise
@@ -283,7 +280,7 @@ class WorkerUpdate:
         """Runs in the receiver's thread."""
         scope = self._decoder.scope(manifest)
         sink = self._staging.sink(self._loader.check)
-        return scope, self._decode(self._joined(), manifest, scope, sink, timeout_s)
+        return scope, self._decode(manifest, scope, sink, timeout_s)
 
     def _load_staged(self, manifest: Manifest) -> None:
         staged, self._staged = self._staged, None
@@ -293,17 +290,6 @@ class WorkerUpdate:
         self._loader.start(names)
         self._loader.load(iter(self._staging), names)
         self._loaded = manifest
-
-    def _joined(self) -> WeightReceiver:
-        if self._receiver is None:
-            assert self._source is not None, "receive before join"
-            self._receiver = self._build_receiver(self._source)
-        return self._receiver
-
-    def _close_receiver(self) -> None:
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
 
 
 def _outcome(failure: BaseException | None, digest: Digest | None) -> list[Any]:

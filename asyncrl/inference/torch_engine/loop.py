@@ -45,8 +45,6 @@ class Counters:
     busy_s: float = 0.0
     generated_tokens: int = 0
     decode_steps: int = 0
-    abort_s: float = 0.0
-    """Duration of the last abort or abort-pause inside the thread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +183,6 @@ class DecodeLoop:
 
     def abort(self, request_ids: Sequence[str] | None, ticket: int | None = None) -> None:
         """`request_ids` None: all. `ticket` None: no answer is needed."""
-        started = time.perf_counter()
         slots = self._slots
         ids = None if request_ids is None else frozenset(request_ids)
         self._finish_each([(np.arange(slots.n) if ids is None else slots.rows_of(list(ids)), "abort")])
@@ -196,7 +193,6 @@ class DecodeLoop:
             self._wave.requests = [self._without(same, ids) for same in self._wave.requests]
             if self._wave.size == 0:
                 self._wave = None
-        self.counters.abort_s = time.perf_counter() - started
         if ticket is not None:
             self._tickets.append(ticket)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.encodings.decoder import Decoder, Scope
 from asyncrl.weights.packing import byte_view, spec_of
 from asyncrl.weights.stored_layout import StoredLayout
-from asyncrl.weights.transport import WeightReceiver
+from asyncrl.weights.transport import HeldReceiver
 from asyncrl.weights.transports import build_receiver
 from asyncrl.weights.transports.blocking import BlockingCalls
 
@@ -43,13 +44,12 @@ class TorchTransfer:
         """id of a parameter -> its names; tied parameters have several."""
         for name, parameter in self._parameters.items():
             self._names_of.setdefault(id(parameter), []).append(name)
-        self._device = device
         dtype: torch.dtype = getattr(torch, model.inference_dtype)
         self._decoder = Decoder(model.path, model.revision, dtype, publishes=self._targets.__contains__)
         self._calls = BlockingCalls("weight-transfer")
-        self._calls.submit(self._set_up_thread)
-        self._source: TransferSource | None = None
-        self._receiver: WeightReceiver | None = None
+        if device.type == "cpu":
+            self._calls.submit(partial(torch.set_num_threads, 1))
+        self._receiver = HeldReceiver(partial(build_receiver, device=device))
         self._staging = Staging(device)
         self._staged: tuple[Manifest, Scope] | None = None
         """The publish in `_staging`, until it is loaded."""
@@ -75,7 +75,7 @@ class TorchTransfer:
 
     async def close(self) -> None:
         """Closes the receiver, at the latest after the deadline of a publish in progress."""
-        closing = asyncio.wrap_future(self._calls.submit(self._close_receiver))
+        closing = asyncio.wrap_future(self._calls.submit(self._receiver.close))
         done, _ = await asyncio.wait((closing,), timeout=self._deadline_s + 10.0)
         if done:
             closing.result()
@@ -84,14 +84,14 @@ class TorchTransfer:
         self._calls.close()
 
     def _receive(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
-        receiver, scope, sink = self._join(source), self._decoder.scope(manifest), ParameterSink(self._targets)
+        receiver, scope, sink = self._receiver.of(source), self._decoder.scope(manifest), ParameterSink(self._targets)
         digest = self._decoder.receive(receiver, manifest, scope, sink, timeout_s)
         self._finish(sink, manifest, scope)
         return digest
 
     def _stage(self, manifest: Manifest, source: TransferSource, timeout_s: float) -> Digest | None:
         self._staged = None
-        receiver, scope = self._join(source), self._decoder.scope(manifest)
+        receiver, scope = self._receiver.of(source), self._decoder.scope(manifest)
         sink = self._staging.sink(ParameterSink(self._targets).check)
         digest = self._decoder.receive(receiver, manifest, scope, sink, timeout_s)
         self._staged = manifest, scope
@@ -123,19 +123,3 @@ class TorchTransfer:
     def _finish(self, sink: ParameterSink, manifest: Manifest, scope: Scope) -> None:
         sink.finish(None if scope.whole else scope.names)
         self._decoder.applied(manifest)
-
-    def _join(self, source: TransferSource) -> WeightReceiver:
-        if self._receiver is None or source != self._source:
-            self._close_receiver()
-            self._receiver = build_receiver(source, device=self._device)
-            self._source = source
-        return self._receiver
-
-    def _close_receiver(self) -> None:
-        receiver, self._receiver, self._source = self._receiver, None, None
-        if receiver is not None:
-            receiver.close()
-
-    def _set_up_thread(self) -> None:
-        if self._device.type == "cpu":
-            torch.set_num_threads(1)

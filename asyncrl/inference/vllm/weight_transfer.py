@@ -20,7 +20,7 @@ from asyncrl.inference.vllm.layerwise_reload import reload_of
 from asyncrl.inference.vllm.scheduler_counts import hide_warning
 from asyncrl.types import Digest, Manifest, TransferSource
 from asyncrl.weights.encodings.decoder import Scope
-from asyncrl.weights.transport import WeightReceiver, WeightSink
+from asyncrl.weights.transport import WeightSink
 
 
 @dataclass
@@ -75,11 +75,9 @@ class AsyncrlWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 class _VllmUpdate(WorkerUpdate):
     """The `WorkerUpdate` of vLLM's workers."""
 
-    def _decode(
-        self, receiver: WeightReceiver, manifest: Manifest, scope: Scope, sink: WeightSink, timeout_s: float
-    ) -> Digest | None:
+    def _decode(self, manifest: Manifest, scope: Scope, sink: WeightSink, timeout_s: float) -> Digest | None:
         with unpinned_nccl_env():  # a group with the trainer may form: VLLM_BATCH_INVARIANT pins variables of NCCL
-            return super()._decode(receiver, manifest, scope, sink, timeout_s)
+            return super()._decode(manifest, scope, sink, timeout_s)
 
 
 class WorkerExtension:

@@ -24,7 +24,7 @@ class Update:
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._max_grad_norm = max_grad_norm
         on_host = host_state and any(p.device.type != "cpu" for p in self._parameters)
-        self._host_state = HostState(list(self._slots())) if on_host else None
+        self._host_state = HostState(list(self._slots()) if on_host else [])
 
     def clip(self) -> float:
         """Scales gradients to at most `max_grad_norm` and returns their global norm before that, 0 without gradients;
@@ -41,11 +41,9 @@ class Update:
     def step(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self._host_state is not None:
-            self._host_state.to_device()
+        self._host_state.to_device()
         self.optimizer.step()
-        if self._host_state is not None:
-            self._host_state.to_host()
+        self._host_state.to_host()
         self.drop()
 
     def drop(self) -> None:

@@ -51,7 +51,7 @@ class MegatronBackend:
     def capture(self) -> None:
         numbers, parameters, live = {stored_state.TOTAL_STEPS: self._spec.total_steps}, {}, {}
         for model_name, model in self._models.trained():
-            numbers[model_name] = model.update.steps()
+            numbers[model_name] = model.optimizer.steps()
             numbers.update((f"{model_name}.{size}", value) for size, value in model.sizes.fingerprint().items())
             for name, parameter, share, contents in model.shares():
                 key = f"{model_name}.{name}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,7 +49,10 @@ def cuda_as_cpu() -> Iterator[None]:
         (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),
     )
     eager = torch.compiler.set_stance("force_eager")  # otherwise torch compiles functions that Megatron-core decorates
-    with eager, _replaced(*answers), _CudaAsCpu():
+    with eager, _CudaAsCpu(), ExitStack() as replaced:
+        for owner, name, value in answers:
+            replaced.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
 
 
@@ -90,16 +93,3 @@ class _Stream:
 def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Replaces `maybe_move_tensor_to_cpu`, which returns a tensor that is already on the CPU without a copy."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-@contextmanager
-def _replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
-    """(owner, name, value): inside, the owner's attribute has this value."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in attributes]
-    for owner, name, value in attributes:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)

@@ -184,7 +184,7 @@ def transformer_config(
 class DecoderChunk(GPTModel):
     """One chunk of a model: its layers, the embedding in the first chunk, the final norm and the head in the last.
 
-    The last chunk returns hidden states: `trained.py` applies the head, `output_layer` or `value_head`, to predicted
+    The last chunk returns hidden states: `models.py` applies the head, `output_layer` or `value_head`, to predicted
     tokens only.
     """
 

@@ -90,8 +90,7 @@ class DistributedUpdate:
                     state = part.optimizer.state[parameter]
                     state.update({kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS})
         self.set_steps(0)
-        slots = list(self._slots()) if config.megatron.offload_optimizer else []
-        self._host_state = HostState(slots)
+        self._host_state = HostState(list(self._slots()) if config.megatron.offload_optimizer else [])
 
     def clip(self) -> float:
         """Scales gradients to at most the configured norm; returns their global norm before that. Collective."""

@@ -151,8 +151,7 @@ class CollectiveReceiver(_Member[ReceiverChannel], ChannelReceiver[CollectiveSou
         self._buffers = _buffers(self._source.bucket_bytes, self._device)
 
     def _join(self, channel: ReceiverChannel, manifest: Manifest, deadline: Deadline) -> BroadcastGroup:
-        channel.join(manifest, 0 if self._group is None else self._group.generation)
-        generation = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
+        generation = channel.join(manifest, deadline, 0 if self._group is None else self._group.generation)
         if self._group is None or self._group.generation != generation:
             self._abandon()
             if self._store is None:
@@ -376,8 +375,7 @@ class NativeReceiver(ChannelReceiver[CollectiveSource]):
             wait_for(self._post(path, body, deadline.remaining_s()), deadline, what, lambda: channel.check(what))
 
         manifest = unpacker.manifest
-        channel.join(manifest, self._begun, str(self._num_workers))
-        begun = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
+        begun = channel.join(manifest, deadline, self._begun, str(self._num_workers))
         if begun != self._begun:
             # An update that never ended keeps the server from leaving its last group.
             try:

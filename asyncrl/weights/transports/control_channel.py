@@ -310,11 +310,17 @@ class ReceiverChannel:
         self._attempt = secrets.randbits(63)
         self._publish_id = 0
 
-    def join(self, manifest: Manifest, value: int = 0, note: str = "") -> None:
-        """Begins a new attempt to take part in this publish; `note` is a remark to the sender."""
+    def join(self, manifest: Manifest, deadline: Deadline, value: int = 0, note: str = "") -> int:
+        """Begins a new attempt to take part in this publish; returns the value of BEGIN. Raises as `next`.
+
+        Args:
+            value: of READY.
+            note: a remark to the sender.
+        """
         self._attempt = (self._attempt + 1) % (1 << 64)
         self._publish_id = manifest.publish_id
         self._send(Kind.READY, value, f"{layout_of(manifest)}\n{note}" if note else layout_of(manifest))
+        return self.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
 
     def next(self, deadline: Deadline, what: str) -> ControlMessage:
         """The next message of this attempt; PINGs are skipped.

@@ -166,8 +166,7 @@ class DiskReceiver(ChannelReceiver[DiskSource]):
 
     def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
         manifest, (buffer,) = unpacker.manifest, self._buffers
-        channel.join(manifest)
-        channel.expect(Kind.BEGIN, 0, deadline, f"begin publish {manifest.publish_id}")
+        channel.join(manifest, deadline)
         with closing(ShardReader(self._directory(manifest), plan_shards(manifest.tensors))) as reader:
             what = f"see publish {manifest.publish_id} on disk"
             channel.expect(Kind.BUCKET, len(manifest.buckets) - 1, deadline, what)

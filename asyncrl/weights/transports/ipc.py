@@ -186,10 +186,9 @@ class IpcReceiver(ChannelReceiver[IpcSource]):
 
     def _receive(self, channel: ReceiverChannel, unpacker: Unpacker, deadline: Deadline) -> int:
         manifest = unpacker.manifest
-        channel.join(manifest, _SHARED if self._mapped is None else _DEVICE, self._note)
-        begin = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}")
-        medium = self._medium(begin.value)
-        ring_bytes = medium.data.numel() - (_PROOF_BYTES if begin.value == _DEVICE else 0)
+        kind = channel.join(manifest, deadline, _SHARED if self._mapped is None else _DEVICE, self._note)
+        medium = self._medium(kind)
+        ring_bytes = medium.data.numel() - (_PROOF_BYTES if kind == _DEVICE else 0)
         slots = _slots(medium.data[:ring_bytes], self._source.bucket_bytes)
         # Differences and kept weights need host memory, as does a digest that the host computes.
         is_direct = self._source.digest == "words" and manifest.encoding != "delta" and not manifest.is_kept

@@ -124,8 +124,7 @@ class ObjectReceiver(ChannelReceiver[DiskSource]):
         store = self._store
         assert store is not None, "a receiver attaches first"
         manifest, buckets = unpacker.manifest, unpacker.manifest.buckets
-        channel.join(manifest)
-        attempt = channel.expect(Kind.BEGIN, None, deadline, f"begin publish {manifest.publish_id}").value
+        attempt = channel.join(manifest, deadline)
         fetches: deque[Future[bytes]] = deque()
         told = begun = applied = 0
         while applied < len(buckets):
