@@ -125,7 +125,7 @@ class AgentEndpoint:
                 await cancel(work, over)
         # A failed generation takes precedence over the agent's own error, which it likely caused.
         returned, error = work.result()
-        failure = recorded.failure or (None if recorded.cut else error)
+        failure = recorded.failure or (None if recorded.limit_reached.is_set() else error)
         if failure is not None:
             failure.add_note(f"The agent {name} {recorded.told}")
             raise failure
