@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from asyncrl.chat.fields import MAX_DEPTH, Fields, Text, json_value
+from asyncrl.data.call_splitter import text_in, thought_in
 from asyncrl.data.call_values import ToolSignature, signature_of
 
 MAX_TOOLS = 1024
@@ -128,6 +129,14 @@ def for_template(message: SentMessage) -> dict[str, Any]:
     if thought := made.pop("reasoning", None):
         made.setdefault("reasoning_content", thought)
     return made
+
+
+def said_message(parts: Collection[object], calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The assistant's message of a whole chat completion. `calls`: of the parts, as `reply.call_body`."""
+    message = {"role": "assistant", "content": text_in(parts) or (None if calls else ""), "refusal": None}
+    if thought := thought_in(parts):
+        message["reasoning_content"] = thought
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def wish(schema: Mapping[str, Any] | None, tool_choice: Any, tools: Sequence[str]) -> str:

@@ -23,6 +23,9 @@ from asyncrl.data.tool_calls import ToolCall
 DONE = "data: [DONE]\n\n"
 """Ends a stream of chat completions."""
 
+LEAST_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON does not have."""
+
 PING_S = 5.0
 """Longest silence of a stream while the model generates: proxies close silent connections."""
 COMMENT = ": the model is writing\n\n"
@@ -197,9 +200,8 @@ def call_body(call: MadeCall) -> dict[str, Any]:
 
 def logprob_of(text: str, logprob: float) -> dict[str, Any]:
     """A sampled token of an answer. Its bytes are None if it holds only part of a character."""
-    least = -9999.0  # replaces minus infinity, which JSON does not have
     made = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": max(logprob, least), "bytes": made, "top_logprobs": []}
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": made, "top_logprobs": []}
 
 
 def head(prefix: str, kind: str, model: str, request_id: str = "") -> dict[str, Any]:

@@ -44,8 +44,6 @@ from asyncrl.types import ModelFacts
 
 if TYPE_CHECKING:
     import torch
-
-if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from asyncrl.trainer.backend import TrainingState
@@ -307,10 +305,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 RECORD = "converted.json"
 """File in a converted checkpoint: its origin, and what was converted."""
 
@@ -437,3 +431,7 @@ def new_directory(out: Path) -> Iterator[Path]:
             temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

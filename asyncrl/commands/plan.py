@@ -232,14 +232,16 @@ def probe(
     command = [*program, str(recipe), *words]
     console.print(f"probe: {PROBE_STEPS} steps, at most {PROBE_S + END_S:.0f} s", highlight=False)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    said = directory.parent / f"{directory.name}.out"
+    said, metrics = directory.parent / f"{directory.name}.out", RunDirectory(directory).metrics
     with said.open("w", encoding="utf-8") as output:
         run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            _wait(run, RunDirectory(directory).metrics)
+            until = time.monotonic() + PROBE_S
+            while run.poll() is None and time.monotonic() < until and _lines(metrics) < PROBE_STEPS:
+                time.sleep(LOOK_S)
         finally:
             ended = _end(run)
-    steps = _lines(RunDirectory(directory).metrics)
+    steps = _lines(metrics)
     if run.returncode in (0, 128 + signal.SIGINT) or (steps and not ended):
         return
     asked = f"the costs of {recipe} by a short run"
@@ -248,13 +250,6 @@ def probe(
     if run.returncode == EXIT_BAD_INPUT:
         raise ConfigError(explain(asked, found, do))
     raise RunFailed(explain(asked, f"asyncrl-train ended with {run.returncode} after {steps} steps:\n{found}", do))
-
-
-def _wait(run: subprocess.Popen[bytes], metrics: Path) -> None:
-    """Returns when the run has ended, has enough steps, or has spent its time."""
-    until = time.monotonic() + PROBE_S
-    while run.poll() is None and time.monotonic() < until and _lines(metrics) < PROBE_STEPS:
-        time.sleep(LOOK_S)
 
 
 def _end(run: subprocess.Popen[bytes]) -> bool:

@@ -51,10 +51,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # One HTML file with styles, scripts and data inside.
 
 
@@ -78,3 +74,7 @@ def _asset(name: str) -> str:
 def _embedded(data: Mapping[str, Any]) -> str:
     """JSON for a script element; no text inside can end the element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Ge
 
 from asyncrl.config.algorithm_parts import ADVANTAGES, CORRECTIONS, LOSSES
-from asyncrl.config.checks import require, section
+from asyncrl.config.checks import section
 from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt, Share
 
@@ -112,7 +112,8 @@ class CorrectionConfig:
     def __post_init__(self) -> None:
         spec, (low, high) = CORRECTIONS[self.name], self.bounds
         asked = f"algorithm.corrections: {self.name} with low={low:g} and high={high:g}"
-        require(low == 0 or spec.low > 0, asked=asked, found="it has no lower bound", do="leave low out")
+        if low != 0 and spec.low <= 0:
+            raise ConfigError(explain(asked, "it has no lower bound", "leave low out"))
         if self.normalize and not spec.weighs:
             found = "it only drops tokens: there are no weights to normalise"
             do = f"leave normalize out, or use one of {_those(CORRECTIONS, 'weighs')}"
@@ -332,12 +333,9 @@ class AlgorithmConfig:
             found = "the ratio to the behaviour policy corrects for the mismatch already: it would count twice"
             do = "set algorithm.ratio=proximal, or use corrections that drop tokens (masked_is, icepop, ...)"
             raise ConfigError(explain(f"algorithm.corrections={weighing} with algorithm.ratio=behavior", found, do))
-        require(
-            len(set(names)) == len(names),
-            asked=f"algorithm.corrections={names}",
-            found="a correction stands there twice",
-            do="name each once",
-        )
+        if len(set(names)) < len(names):
+            found = "a correction stands there twice"
+            raise ConfigError(explain(f"algorithm.corrections={names}", found, "name each once"))
 
     def closer(self, share: float) -> AlgorithmConfig:
         """The algorithm with closer bounds of its corrections; see `CorrectionConfig.closer`."""

@@ -6,14 +6,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
-from asyncrl.config.checks import (
-    require,
-    require_at_most_one,
-    require_one_group,
-    require_stop_text,
-    require_url,
-    section,
-)
+from asyncrl.config.checks import require_at_most_one, require_one_group, require_stop_text, require_url, section
+from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import Positive, PositiveInt
 
 JUDGES = ("gymnasium", "openenv", "verifiers", "nemo_gym")
@@ -37,12 +31,10 @@ class McpServerConfig:
     """Longest time until it lists its tools."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.command) != bool(self.url),
-            asked=f"rollout.tool_use.mcp with command={self.command} and url={self.url}",
-            found="a server is either started or asked at its address",
-            do="set one of command and url",
-        )
+        if bool(self.command) == bool(self.url):
+            asked = f"rollout.tool_use.mcp with command={self.command} and url={self.url}"
+            found = "a server is either started or asked at its address"
+            raise ConfigError(explain(asked, found, "set one of command and url"))
         require_url("rollout.tool_use.mcp.url", self.url)
 
 
@@ -73,18 +65,12 @@ class ToolUseConfig:
     """Run the tool python even if the machine lacks Landlock or seccomp (docs/rewards.md)."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.tools or self.mcp),
-            asked="rollout.tool_use.tools=[]",
-            found="environment tool_use without a tool",
-            do="name one, or a server in rollout.tool_use.mcp, or set rollout.environment=single_turn",
-        )
-        require(
-            "search" not in self.tools or self.corpus is not None,
-            asked="rollout.tool_use.tools with search",
-            found="rollout.tool_use.corpus is not set",
-            do="name a JSONL file of documents",
-        )
+        if not (self.tools or self.mcp):
+            do = "name one, or a server in rollout.tool_use.mcp, or set rollout.environment=single_turn"
+            raise ConfigError(explain("rollout.tool_use.tools=[]", "environment tool_use without a tool", do))
+        if "search" in self.tools and self.corpus is None:
+            asked, found = "rollout.tool_use.tools with search", "rollout.tool_use.corpus is not set"
+            raise ConfigError(explain(asked, found, "name a JSONL file of documents"))
 
 
 @section("rollout.interleaved_tool_use.")
@@ -115,12 +101,11 @@ class InterleavedConfig:
     def require_apart(self, stop: list[str]) -> None:
         """Raises ConfigError: the end of a response and the end of a call could not be told apart."""
         for text in stop:
-            require(
-                text not in self.close and self.close not in text,
-                asked=f"rollout.sampling.stop={text!r} with rollout.interleaved_tool_use.close={self.close!r}",
-                found="the one is in the other: what ends a response could not be told from what closes a call",
-                do="leave it out of rollout.sampling.stop, or choose another closing text",
-            )
+            if text in self.close or self.close in text:
+                asked = f"rollout.sampling.stop={text!r} with rollout.interleaved_tool_use.close={self.close!r}"
+                found = "the one is in the other: what ends a response could not be told from what closes a call"
+                do = "leave it out of rollout.sampling.stop, or choose another closing text"
+                raise ConfigError(explain(asked, found, do))
 
 
 @section("rollout.agent.sandbox.")
@@ -157,12 +142,11 @@ class SandboxConfig:
 
     def __post_init__(self) -> None:
         plain = [path for path in self.solution if re.fullmatch(r"(?!.*(^|/)\.{1,2}(/|$))[^/-].*", path)]
-        require(
-            bool(plain) == bool(self.check) and plain == self.solution,
-            asked=f"rollout.agent.sandbox with check={self.check} and solution={self.solution}",
-            found="a check needs to know what of the working directory is the agent's: paths inside of it",
-            do="set both, such as check=[python3, -m, pytest] and solution=[src]",
-        )
+        if bool(plain) != bool(self.check) or plain != self.solution:
+            asked = f"rollout.agent.sandbox with check={self.check} and solution={self.solution}"
+            found = "a check needs to know what of the working directory is the agent's: paths inside of it"
+            do = "set both, such as check=[python3, -m, pytest] and solution=[src]"
+            raise ConfigError(explain(asked, found, do))
 
 
 @section("rollout.agent.")
@@ -203,12 +187,10 @@ class AgentConfig:
     def __post_init__(self) -> None:
         require_at_most_one("rollout.agent", function=self.function, command=self.command)
         plain = re.sub(r"\{(host|port)\}", "1", self.advertise)
-        require(
-            not self.advertise or re.fullmatch(r"https?://[^\s{}]+/v1", plain) is not None,
-            asked=f"rollout.agent.advertise={self.advertise}",
-            found="no base URL of an OpenAI client",
-            do="write http://HOST:PORT/v1; {host} and {port} may stand in it",
-        )
+        if self.advertise and re.fullmatch(r"https?://[^\s{}]+/v1", plain) is None:
+            asked, found = f"rollout.agent.advertise={self.advertise}", "no base URL of an OpenAI client"
+            do = "write http://HOST:PORT/v1; {host} and {port} may stand in it"
+            raise ConfigError(explain(asked, found, do))
 
 
 @section("rollout.gymnasium.")

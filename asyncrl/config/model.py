@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from typing import Literal
 
-from asyncrl.config.checks import require
 from asyncrl.config.rollout import RolloutConfig, TorchEngineConfig, VllmEngineConfig
 from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import Positive, PositiveInt
@@ -33,8 +32,8 @@ class ModelConfig:
     """The model reads the images in this directory. data.image_directory sets it."""
 
     def __post_init__(self) -> None:
-        do = "set model.path to a directory or hub name"
-        require(bool(self.path), asked="model.path=''", found="no model", do=do)
+        if not self.path:
+            raise ConfigError(explain("model.path=''", "no model", "set model.path to a directory or hub name"))
         if self.date is not None and not _is_date(self.date):
             raise ConfigError(explain(f"model.date={self.date}", "no date", "write it as 2026-01-31"))
 

@@ -15,8 +15,29 @@ from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import Positive, PositiveInt
 
 
+class EngineSection:
+    """What the sections of all engines say."""
+
+    __slots__ = ()
+    default_context = 4096
+    max_model_len: int | None
+    tensor_parallel_size: int = 1
+    gpu_share: float = 1.0
+    """Share of a GPU per worker; engines without this key share GPUs evenly if there are fewer than processes."""
+
+    @property
+    def context_tokens(self) -> int:
+        """`max_model_len`, which a recipe has resolved; `default_context` without a recipe."""
+        return self.default_context if self.max_model_len is None else self.max_model_len
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of one replica that hold weights, each a receiver of every publish."""
+        return self.tensor_parallel_size
+
+
 @section("rollout.remote.")
-class RemoteEngineConfig:
+class RemoteEngineConfig(EngineSection):
     urls: list[str] = field(default_factory=list)
     """Addresses of running servers of vLLM or SGLang, such as http://10.0.0.5:8000. Each is one replica:
     rollout.num_replicas is their number. docs/remote.md says how they are started."""
@@ -56,11 +77,6 @@ class RemoteEngineConfig:
             raise ConfigError(explain(f"rollout.remote.urls: {twice[0]} twice", found, do))
 
     @property
-    def context_tokens(self) -> int:
-        """`max_model_len`, which a recipe has resolved; 4096 without a recipe."""
-        return 4096 if self.max_model_len is None else self.max_model_len
-
-    @property
     def decodes_at_once(self) -> int:
         """As of engine torch."""
         return self.max_num_seqs
@@ -69,11 +85,6 @@ class RemoteEngineConfig:
     def num_workers(self) -> int:
         """Receivers of a publish in one replica: the workers of its server, or the replica itself."""
         return self.tensor_parallel_size * self.data_parallel_size if self.weights == "extension" else 1
-
-    @property
-    def gpu_share(self) -> float:
-        """As of engine torch; its replicas take no GPU of the cluster."""
-        return 1.0
 
 
 def require_takes_publishes(

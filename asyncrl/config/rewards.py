@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from asyncrl.config.checks import require, require_one_group, require_url, section
+from asyncrl.config.checks import require_one_group, require_url, section
 from asyncrl.errors import ConfigError, explain
 from asyncrl.ranges import NonNegative, NonNegativeInt, Positive, PositiveInt
 
@@ -178,7 +178,8 @@ class RewardConfig:
             ("remote", "reward.remote.url", self.remote.url),
             ("regex", "reward.pattern", self.pattern),
         ):
-            require(name not in used or bool(value), asked=f"reward {name}", found=f"{key} is not set", do=f"set {key}")
+            if name in used and not value:
+                raise ConfigError(explain(f"reward {name}", f"{key} is not set", f"set {key}"))
         if "code" in used and self.code.timeout_s + _END_S > self.timeout_s:
             found = f"reward.timeout_s={self.timeout_s}: a slow program would fail the attempt in place of getting 0"
             do = f"make reward.timeout_s at least {_END_S:g} s longer"

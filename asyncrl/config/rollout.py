@@ -16,7 +16,7 @@ from asyncrl.config.environments import (
     ToolUseConfig,
     VerifiersConfig,
 )
-from asyncrl.config.remote_engine import RemoteEngineConfig
+from asyncrl.config.remote_engine import EngineSection, RemoteEngineConfig
 from asyncrl.config.serving import ServeSection
 from asyncrl.config.trainer import TrainerConfig
 from asyncrl.errors import ConfigError, explain
@@ -81,7 +81,8 @@ def _check_gpu_share(section: str, config: VllmEngineConfig | SglangEngineConfig
 
 
 @section("rollout.torch.")
-class TorchEngineConfig:
+class TorchEngineConfig(EngineSection):
+    default_context = 512
     num_slots: PositiveInt = 64
     """Requests that one replica decodes concurrently; more wait in its queue."""
     max_model_len: Annotated[int, Ge(2)] | None = None
@@ -100,24 +101,9 @@ class TorchEngineConfig:
         require_device("rollout.torch.device", self.device)
 
     @property
-    def context_tokens(self) -> int:
-        """`max_model_len`, which a recipe has resolved; 512 without a recipe."""
-        return 512 if self.max_model_len is None else self.max_model_len
-
-    @property
     def decodes_at_once(self) -> int:
         """Requests that one replica decodes concurrently; more wait."""
         return self.num_slots
-
-    @property
-    def num_workers(self) -> int:
-        """Processes of one replica that hold weights, each a receiver of every publish."""
-        return 1
-
-    @property
-    def gpu_share(self) -> float:
-        """Share of a GPU per worker; this engine shares GPUs evenly if there are fewer than processes."""
-        return 1.0
 
 
 OWN_ENGINE_ARGS = frozenset([
@@ -136,7 +122,7 @@ OWN_ENGINE_ARGS = frozenset([
 
 
 @section("rollout.vllm.")
-class VllmEngineConfig:
+class VllmEngineConfig(EngineSection):
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one replica."""
     max_model_len: Annotated[int, Ge(2)] | None = None
@@ -197,19 +183,9 @@ class VllmEngineConfig:
             raise ConfigError(explain(f"{key}.quantization={self.quantization} with {dtype_key}=float32", found, do))
 
     @property
-    def context_tokens(self) -> int:
-        """`max_model_len`, which a recipe has resolved; 4096 without a recipe."""
-        return 4096 if self.max_model_len is None else self.max_model_len
-
-    @property
     def decodes_at_once(self) -> int:
         """As of engine torch."""
         return self.max_num_seqs
-
-    @property
-    def num_workers(self) -> int:
-        """As of engine torch."""
-        return self.tensor_parallel_size
 
     @property
     def memory_share(self) -> float:
@@ -231,7 +207,7 @@ OWN_SERVER_ARGS = frozenset([
 
 
 @section("rollout.sglang.")
-class SglangEngineConfig:
+class SglangEngineConfig(EngineSection):
     tensor_parallel_size: PositiveInt = 1
     """GPUs of one replica."""
     max_model_len: Annotated[int, Ge(2)] | None = None
@@ -274,19 +250,9 @@ class SglangEngineConfig:
             raise ConfigError(explain(f"rollout.sglang.server_args.{own[0]}", found, do))
 
     @property
-    def context_tokens(self) -> int:
-        """`max_model_len`, which a recipe has resolved; 4096 without a recipe."""
-        return 4096 if self.max_model_len is None else self.max_model_len
-
-    @property
     def decodes_at_once(self) -> int:
         """As of engine torch."""
         return self.max_running_requests
-
-    @property
-    def num_workers(self) -> int:
-        """As of engine torch."""
-        return self.tensor_parallel_size
 
     @property
     def memory_share(self) -> float | None:

@@ -223,7 +223,8 @@ class TrainerConfig:
             (f"trainer.fsdp.context_parallel={ranks}", ranks > 1, other, instead),
             (f"trainer.fsdp.head_dtype={dtype}", dtype != "param", other, leave),
         ):
-            require(not is_set, asked=f"{key} with trainer.backend=megatron", found=found, do=do)
+            if is_set:
+                raise ConfigError(explain(f"{key} with trainer.backend=megatron", found, do))
         if self.megatron.layers != "local" and self.device != "auto" and not self.device.startswith("cuda"):
             asked = f"trainer.megatron.layers=transformer_engine with trainer.device={self.device}"
             do = "set trainer.megatron.layers=local, or trainer.device=cuda"

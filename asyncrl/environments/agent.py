@@ -125,7 +125,7 @@ class AgentEndpoint:
                 await cancel(work, over)
         # A failed generation takes precedence over the agent's own error, which it likely caused.
         returned, error = work.result()
-        failure = recorded.failure or (None if recorded.cut else error)
+        failure = recorded.failure or (None if recorded.limit_reached.is_set() else error)
         if failure is not None:
             failure.add_note(f"The agent {name} {recorded.told}")
             raise failure
@@ -168,8 +168,6 @@ class AgentEnvironment:
     async def start(self) -> None:
         """Starts the endpoint. Raises ConfigError, DeadlineExceeded, ProcessDied."""
         await self._endpoint.start()
-        if isinstance(self._agent, AgentProgram):
-            self._agent.start()
 
     async def close(self) -> None:
         if isinstance(self._agent, AgentProgram):
@@ -203,8 +201,6 @@ class AgentEnvironment:
         if self._checks and self._code_decides:
             passed = float(ended is not None and ended.exit_code == 0)
             return recorded.trajectory(RewardResult(passed, (("correct", passed),)))
-        if self._checks:
-            said = "" if ended is None else ended.stdout.decode(errors="replace")
-            return recorded.trajectory(await session.reward(said, task.row))
-        result = await session.reward(recorded.judged_text(said), task.row)
-        return recorded.trajectory(result)
+        judged = "" if ended is None else ended.stdout.decode(errors="replace")
+        judged = judged if self._checks else recorded.judged_text(said)
+        return recorded.trajectory(await session.reward(judged, task.row))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from asyncrl.environments.environment import Task
@@ -42,9 +42,6 @@ class AgentProgram:
         self._endings: set[asyncio.Task[None]] = set()
         self._running: set[asyncio.subprocess.Process] = set()
         self._reaper: OrphanReaper | None = None
-
-    def start(self) -> None:
-        self._reaper = OrphanReaper()
 
     async def close(self) -> None:
         """Kills the running programs. Idempotent."""
@@ -98,18 +95,9 @@ class AgentProgram:
         return answer.decode(errors="replace").strip() or None
 
     async def _started(self, base_url: str, api_key: str) -> asyncio.subprocess.Process:
-        assert self._reaper is not None, "start comes first"
-        pipe = asyncio.subprocess.PIPE
+        self._reaper = self._reaper or OrphanReaper()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *_AFTER_A_LINE,
-                *self._command,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                env={**os.environ, **addresses(base_url, api_key)},
-                start_new_session=True,
-            )
+            process = await started((*_AFTER_A_LINE, *self._command), {**os.environ, **addresses(base_url, api_key)})
         except OSError as error:
             raise self._failed(f"it cannot be started: {error}") from error
         self._running.add(process)
@@ -152,6 +140,14 @@ def task_json(task: Task) -> bytes:
     messages = row.conversation()
     told = {"messages": messages, "data_source": row.data_source, "extra": dict(row.extra)}
     return json.dumps(told | {"ordinal": task.ordinal, "index": task.index}).encode()
+
+
+async def started(command: Sequence[str], variables: Mapping[str, str]) -> asyncio.subprocess.Process:
+    """A child in a session of its own, with pipes. Raises OSError."""
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, env=variables, start_new_session=True
+    )
 
 
 async def send(pipe: asyncio.StreamWriter | None, data: bytes) -> None:

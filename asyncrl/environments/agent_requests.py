@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from asyncrl.chat.fields import ApiError, Fields, Length, asks_for_nothing, parsed, short, unsupported
-from asyncrl.chat.messages import OfferedTool, ResponseFormat, SentMessage, for_template, signatures, wish
+from asyncrl.chat.messages import OfferedTool, ResponseFormat, SentMessage, for_template, said_message, signatures, wish
 from asyncrl.chat.reply import DONE, Dialect, End, Event, MadeCall, Reply, call_body, head, made_call, usage
 from asyncrl.data.call_splitter import Part, Thought, text_in, thought_in
 from asyncrl.data.tool_calls import ToolCall, ToolSignature
@@ -183,10 +183,7 @@ class ChatReply(Reply):
         return events
 
     def whole(self) -> dict[str, Any]:
-        end, parts, calls = self._end, self._parts, self._calls
-        text, thought = text_in(parts), thought_in(parts)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        message |= ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
+        end, message = self._end, said_message(self._parts, self._calls)
         choice = {"index": 0, "message": message, "finish_reason": end.reason, "logprobs": None, **end.of_choice}
         return {**self._head, "choices": [choice], "usage": self._usage, "weight_version": end.version}
 

@@ -152,6 +152,7 @@ class AgentSession:
     exact: bool = False
     """A reply is recognised by its bytes alone (`rollout.agent.match`)."""
     nodes: list[_Node] = field(default_factory=list, init=False)
+    """Of the answered requests."""
     closed: bool = field(default=False, init=False)
     limit_reached: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """A request was refused because of a limit of turns or of length."""
@@ -163,15 +164,6 @@ class AgentSession:
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
 
     @property
-    def num_requests(self) -> int:
-        """Answered ones."""
-        return len(self.nodes)
-
-    @property
-    def cut(self) -> bool:
-        return self.limit_reached.is_set()
-
-    @property
     def is_busy(self) -> bool:
         """The agent waits for an answer."""
         return any(asked.is_awaited for asked in self._answering)
@@ -181,7 +173,7 @@ class AgentSession:
         """What the agent has done, for errors."""
         asked, refused = self._answering[-1:], "".join(f"; refused: {error.message}" for error in self.refusals[-1:])
         last = "".join(f"; its last request ends with {str(a.request.messages[-1])[-_SHOWN_CHARS:]}" for a in asked)
-        return f"got {self.num_requests} replies{last}{refused}"
+        return f"got {len(self.nodes)} replies{last}{refused}"
 
     def close(self) -> None:
         """The agent has returned: its unfinished requests get errors, and are not in the trajectory."""
@@ -213,12 +205,12 @@ class AgentSession:
         branches = self._branches()
         sizes = [sum(len(node.last.token_ids) for node in own) for own in branches]
         share = 1.0 if self.all_branches else sizes[0] / max(1, sum(sizes))
-        parts = ("agent_requests", float(self.num_requests)), ("agent_branches", float(len(branches)))
+        parts = ("agent_requests", float(len(self.nodes))), ("agent_branches", float(len(branches)))
         parts = *parts, ("agent_trained_share", share)
         if share < LOW_SHARE:
             text = "an agent's histories part: %.0f %% of its tokens are trained (rollout.agent.train); first: %s"
             logger.warning(text, 100 * share, self._parting(branches))
-        trajectory = self.nodes[-1].conversation.trajectory(result, parts=parts, cut=self.cut)
+        trajectory = self.nodes[-1].conversation.trajectory(result, parts=parts, cut=self.limit_reached.is_set())
         if not self.all_branches:
             return trajectory
         return replace(trajectory, branches=tuple(map(_recorded, branches[1:])))
@@ -256,8 +248,8 @@ class AgentSession:
             if again.end is not None:
                 again.end.cancel()
             return again
-        if self.num_requests + sum(a.is_awaited for a in self._answering) >= self.max_turns.requests:
-            found = f"{self.num_requests} requests were answered, {self.max_turns.key}={self.max_turns.requests}"
+        if len(self.nodes) + sum(a.is_awaited for a in self._answering) >= self.max_turns.requests:
+            found = f"{len(self.nodes)} requests were answered, {self.max_turns.key}={self.max_turns.requests}"
             raise self._refused(f"{found}; end here", "max_turns")
         # Find the place in the tree, and check its room before anything is sampled.
         parent = self._continued(request)

@@ -87,7 +87,9 @@ class InterleavedToolUse:
     async def _answer(self, task: Task, chat: Chat, written: _Written) -> bool:
         """Inserts the result of the call that was just closed; nothing if no call was opened. False: the response has
         reached a limit."""
-        opened, between = self._call_in(chat.decode_turn(np.concatenate(written.last)))
+        # The call: the text between the last closing text and the opening text before it.
+        before, _, _ = chat.decode_turn(np.concatenate(written.last)).rpartition(self._config.close)
+        _, opened, between = before.rpartition(self._config.open)
         if not opened:
             return self._room(task, written.conversation) > 0
         if written.calls == self._config.max_calls:
@@ -110,13 +112,6 @@ class InterleavedToolUse:
         spelled out, which does not end the response."""
         close = self._config.close
         return close in chat.decode_turn(token_ids) and close not in chat.decode_turn(token_ids[:-1])
-
-    def _call_in(self, text: str) -> tuple[bool, str]:
-        """Whether `text`, which ends with or shortly after a closing text, opened a call, and the call: the text
-        between the last closing text and the opening text before it."""
-        before, _, _ = text.rpartition(self._config.close)
-        _, opened, between = before.rpartition(self._config.open)
-        return bool(opened), between
 
     def _room(self, task: Task, conversation: Conversation) -> int:
         return self._limits.room(len(task.prompt_ids), conversation.num_response_tokens)

@@ -20,6 +20,7 @@ from asyncrl.environments.environment import Session, Task, limits_of
 from asyncrl.environments.episode import play, setting_of
 from asyncrl.environments.observation import MAX_TEXT_CHARS, EnvironmentReply, last_tagged
 from asyncrl.errors import ConfigError, DeadlineExceeded, GenerationError, Process, explain
+from asyncrl.remote.tasks import kept
 from asyncrl.types import Trajectory
 
 if TYPE_CHECKING:
@@ -71,13 +72,8 @@ class OpenEnvEnvironment:
             return await play(episode, task, session, self._config, self._limits)
         finally:
             # the cancellation of a trajectory may take only a second; the place is free once the server's session is
-            leaving = asyncio.create_task(episode.leave(), name="end of a session of OpenEnv")
-            self._leaving.add(leaving)
-            leaving.add_done_callback(self._left)
-
-    def _left(self, leaving: asyncio.Task[None]) -> None:
-        self._leaving.discard(leaving)
-        self._places.release()
+            leaving = kept(self._leaving, episode.leave(), "end of a session of OpenEnv")
+            leaving.add_done_callback(lambda _: self._places.release())
 
 
 class _OpenEnvEpisode:

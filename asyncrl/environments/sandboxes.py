@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.config.environments import AgentConfig, SandboxConfig
 from asyncrl.data.rows import PromptRow
-from asyncrl.environments.agent_program import end_of, send
+from asyncrl.environments.agent_program import end_of, send, started
 from asyncrl.errors import ConfigError, Process, ProcessDied, explain
 from asyncrl.registry import resolve
 from asyncrl.remote.tasks import kept
@@ -85,10 +85,7 @@ class _Commands:
         self._running: set[asyncio.subprocess.Process] = set()
 
     async def start(self, command: Sequence[str], variables: Mapping[str, str]) -> asyncio.subprocess.Process:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
-        )
+        process = await started(command, variables)
         self._running.add(process)
         return process
 

@@ -26,7 +26,7 @@ def chrome_trace(run: RunFiles, recorded: Iterable[Mapping[str, Any]]) -> Trace:
     """
     start = min((event["time_s"] for event in run.events if "time_s" in event), default=0.0)
     found = [_heading(TRAINER, "trainer"), _heading(GROUPS, "groups: generated, ready, in the step")]
-    found += [_lane(TRAINER, number, name) for name, number in _LANES.items()]
+    found += [_heading(TRAINER, name) | {"name": "thread_name", "tid": number} for name, number in _LANES.items()]
     found += _of_trainer(run, start)
     found += _of_groups(lifetimes(run.events), start)
     found += _of_trajectories(recorded, start)
@@ -130,10 +130,6 @@ def _counter(name: str, at: float, value: float | None) -> Trace:
 
 def _heading(pid: int, name: str) -> Trace:
     return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
-
-
-def _lane(pid: int, tid: int, name: str) -> Trace:
-    return {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _us(seconds: float) -> int:

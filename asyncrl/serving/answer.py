@@ -6,8 +6,10 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 
@@ -189,30 +191,20 @@ class WholeChoice:
     replica_ids: tuple[int, ...]
 
 
-class Collector:
-    """Joins the events of an answer into whole choices."""
+def whole_choices(events: Iterable[Event]) -> list[WholeChoice]:
+    """The choices of an answer, in order of their index. Every choice must have ended."""
+    of_choice = attrgetter("index")
+    return [_whole_choice(list(own)) for _, own in groupby(sorted(events, key=of_choice), of_choice)]
 
-    def __init__(self, num_choices: int) -> None:
-        self._deltas: list[list[Delta]] = [[] for _ in range(num_choices)]
-        self._finished: dict[int, Finished] = {}
 
-    def add(self, event: Event) -> None:
-        if isinstance(event, Delta):
-            self._deltas[event.index].append(event)
-        else:
-            self._finished[event.index] = event
-
-    def choices(self) -> list[WholeChoice]:
-        """In order of their index. Every choice must have ended."""
-        return [self._join(i, deltas, self._finished[i]) for i, deltas in enumerate(self._deltas)]
-
-    @staticmethod
-    def _join(index: int, deltas: list[Delta], finished: Finished) -> WholeChoice:
-        last = deltas[-1] if deltas else Delta(index, (), (), (), -1, -1)
-        joined = replace(
-            last,
-            parts=joined_parts([*(part for d in deltas for part in d.parts), *finished.parts]),
-            token_ids=tuple(i for d in deltas for i in d.token_ids),
-            sampled=tuple(s for d in deltas for s in d.sampled),
-        )
-        return WholeChoice(joined, finished, tuple(dict.fromkeys(d.replica_id for d in deltas)))
+def _whole_choice(events: list[Event]) -> WholeChoice:
+    deltas = [event for event in events if isinstance(event, Delta)]
+    (finished,) = (event for event in events if isinstance(event, Finished))
+    last = deltas[-1] if deltas else Delta(finished.index, (), (), (), -1, -1)
+    joined = replace(
+        last,
+        parts=joined_parts([part for event in events for part in event.parts]),
+        token_ids=tuple(i for d in deltas for i in d.token_ids),
+        sampled=tuple(s for d in deltas for s in d.sampled),
+    )
+    return WholeChoice(joined, finished, tuple(dict.fromkeys(d.replica_id for d in deltas)))

@@ -32,7 +32,7 @@ from asyncrl.chat.messages import for_template, signatures, wish, with_names, wi
 from asyncrl.chat.reply import Dialect
 from asyncrl.chat.server import Server
 from asyncrl.data.call_splitter import CallFormat
-from asyncrl.serving.answer import Collector, Event, Question, answer
+from asyncrl.serving.answer import Event, Question, answer, whole_choices
 from asyncrl.serving.bodies import Bodies, ChatBodies, CompletionBodies, DialectBodies
 from asyncrl.serving.choice import Delta, Finished
 from asyncrl.serving.discovery import replica_path
@@ -304,15 +304,12 @@ class Api:
                 await events.aclose()
                 raise
             return http.EventStream(self._stream(bodies, first, events), events, _headers(first))
-        whole = Collector(question.num_choices)
 
-        async def collect() -> None:
+        async def collect() -> list[Event]:
             async with aclosing(events):
-                async for event in events:
-                    whole.add(event)
+                return [event async for event in events]
 
-        await http.unless_client_leaves(request.receive, collect())
-        choices = whole.choices()
+        choices = whole_choices(await http.unless_client_leaves(request.receive, collect()))
         body = bodies.whole(choices)
         replicas = dict.fromkeys(r for c in choices for r in c.replica_ids)
         headers = {"x-replica-id": ",".join(map(str, replicas))}

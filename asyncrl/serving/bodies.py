@@ -11,8 +11,10 @@ from typing import Any
 
 from asyncrl.chat.fields import ApiError
 from asyncrl.chat.http import frame
+from asyncrl.chat.messages import said_message
 from asyncrl.chat.reply import (
     DONE,
+    LEAST_LOGPROB,
     PING_S,
     End,
     Event,
@@ -30,9 +32,6 @@ from asyncrl.data.call_splitter import Part, text_in, thought_in
 from asyncrl.data.tool_calls import ToolCall
 from asyncrl.serving.answer import Question, WholeChoice
 from asyncrl.serving.choice import Delta, Finished, SampledToken
-
-_LEAST_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON does not have."""
 
 
 class Bodies(ABC):
@@ -78,7 +77,8 @@ class Bodies(ABC):
         first = delta.index not in self._begun
         self._begun.add(delta.index)
         choice = {"index": delta.index, "finish_reason": None}
-        choice |= self._piece(delta.index, delta.parts, delta.sampled, first)
+        choice |= self._piece(delta.index, delta.parts, first)
+        choice["logprobs"] = self._logprobs(delta.sampled) if delta.sampled else None
         if self._options.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
             if first:
@@ -91,7 +91,7 @@ class Bodies(ABC):
     def finished(self, finished: Finished) -> dict[str, Any]:
         """The last piece of a choice."""
         first = finished.index not in self._begun
-        choice = _end_of(finished) | self._piece(finished.index, finished.parts, (), first)
+        choice = _end_of(finished) | self._piece(finished.index, finished.parts, first) | {"logprobs": None}
         return self._with_usage({**self._head, "choices": [choice], "weight_version": _latest([finished])})
 
     def _usage(self, finished: Sequence[Finished]) -> dict[str, Any]:
@@ -105,19 +105,21 @@ class Bodies(ABC):
         return body | {"usage": None} if self._options.include_usage else body
 
     def _whole_choice(self, choice: WholeChoice) -> dict[str, Any]:
-        body = _end_of(choice.finished) | self._content(choice.delta)
+        body = _end_of(choice.finished) | self._content(choice.delta.parts)
+        body["logprobs"] = self._logprobs(choice.delta.sampled) if self._options.logprobs else None
         if self._options.return_token_ids:
             body["token_ids"] = list(choice.delta.token_ids)
             body |= self._prompt_of_choice(choice.delta.index)
         return body
 
     @abstractmethod
-    def _content(self, delta: Delta) -> dict[str, Any]: ...
+    def _content(self, parts: Sequence[Part]) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _piece(
-        self, index: int, parts: Sequence[Part], sampled: Sequence[SampledToken], first: bool
-    ) -> dict[str, Any]: ...
+    def _piece(self, index: int, parts: Sequence[Part], first: bool) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any]: ...
 
     def _prompt_of_choice(self, index: int) -> dict[str, Any]:
         return {}
@@ -130,15 +132,11 @@ class ChatBodies(Bodies):
     kind = "chat.completion"
     stream_kind = "chat.completion.chunk"
 
-    def _content(self, delta: Delta) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
-        if thought := thought_in(delta.parts):
-            message["reasoning_content"] = thought
-        if calls := [call_body(made_call(part, call_id())) for part in delta.parts if isinstance(part, ToolCall)]:
-            message |= {"content": delta.text or None, "tool_calls": calls}
-        return {"message": message, "logprobs": self._logprobs(delta.sampled)}
+    def _content(self, parts: Sequence[Part]) -> dict[str, Any]:
+        calls = [call_body(made_call(part, call_id())) for part in parts if isinstance(part, ToolCall)]
+        return {"message": said_message(parts, calls)}
 
-    def _piece(self, index: int, parts: Sequence[Part], sampled: Sequence[SampledToken], first: bool) -> dict[str, Any]:
+    def _piece(self, index: int, parts: Sequence[Part], first: bool) -> dict[str, Any]:
         text = text_in(parts)
         delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
         if thought := thought_in(parts):
@@ -149,11 +147,9 @@ class ChatBodies(Bodies):
             delta["tool_calls"] = [
                 {"index": i, **call_body(made_call(c, call_id()))} for i, c in enumerate(calls, begun)
             ]
-        return {"delta": delta, "logprobs": self._logprobs(sampled) if sampled else None}
+        return {"delta": delta}
 
-    def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any] | None:
-        if not self._options.logprobs:
-            return None
+    def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any]:
         return {"content": [logprob_of(s.text, s.logprob) for s in sampled], "refusal": None}
 
     def _prompt_of_request(self) -> dict[str, Any]:
@@ -163,18 +159,16 @@ class ChatBodies(Bodies):
 class CompletionBodies(Bodies):
     kind = stream_kind = "text_completion"
 
-    def _content(self, delta: Delta) -> dict[str, Any]:
-        return {"text": delta.text, "logprobs": self._logprobs(delta.sampled)}
+    def _content(self, parts: Sequence[Part]) -> dict[str, Any]:
+        return {"text": text_in(parts)}
 
-    def _piece(self, index: int, parts: Sequence[Part], sampled: Sequence[SampledToken], first: bool) -> dict[str, Any]:
-        return {"text": text_in(parts), "logprobs": self._logprobs(sampled) if sampled else None}
+    def _piece(self, index: int, parts: Sequence[Part], first: bool) -> dict[str, Any]:
+        return self._content(parts)
 
-    def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any] | None:
-        if not self._options.logprobs:
-            return None
+    def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any]:
         return {
             "tokens": [s.text for s in sampled],
-            "token_logprobs": [max(s.logprob, _LEAST_LOGPROB) for s in sampled],
+            "token_logprobs": [max(s.logprob, LEAST_LOGPROB) for s in sampled],
             "text_offset": [s.offset for s in sampled],
             "top_logprobs": None,
         }

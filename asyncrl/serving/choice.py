@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.data.call_splitter import CallFormat, Part, ReplySplitter, joined_parts, text_in
+from asyncrl.data.call_splitter import CallFormat, Part, ReplySplitter, joined_parts
 from asyncrl.data.incremental_decoder import Decode, IncrementalDecoder
 from asyncrl.data.rows import Thinking
 from asyncrl.data.stop_strings import StopStrings, StopTable
@@ -45,11 +45,6 @@ class Delta:
     sampled: tuple[SampledToken, ...]
     version: int
     replica_id: int
-
-    @property
-    def text(self) -> str:
-        """The text without thoughts and calls."""
-        return text_in(self.parts)
 
 
 @dataclass(frozen=True, slots=True)

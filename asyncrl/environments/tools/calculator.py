@@ -6,7 +6,8 @@ import ast
 import operator
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+
+from asyncrl.environments.tools.tool import one_text
 
 MAX_EXPRESSION_CHARS = 1000
 MAX_BITS = 4096
@@ -27,11 +28,7 @@ class Calculator:
 
     name = "calculator"
     description = "Evaluates an arithmetic expression exactly."
-    parameters: dict[str, Any] = {  # noqa: RUF012 - a constant
-        "type": "object",
-        "properties": {"expression": {"type": "string", "description": "such as (12 + 3) * 4 / 5"}},
-        "required": ["expression"],
-    }
+    parameters = one_text("expression", "such as (12 + 3) * 4 / 5")
 
     def call(self, expression: str) -> str:
         """An integer, else a fraction and its decimal value. Raises ValueError, ZeroDivisionError."""

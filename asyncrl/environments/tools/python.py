@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from asyncrl.environments.tools.tool import one_text
 from asyncrl.workers.sandbox import SandboxLimits, require_protection, run_python
 
 _SHARE_OF_DEADLINE = 0.8
@@ -20,11 +19,7 @@ class Python:
 
     name = "python"
     description = "Runs a Python program and returns what it prints. Nothing is kept between calls."
-    parameters: dict[str, Any] = {  # noqa: RUF012 - a constant
-        "type": "object",
-        "properties": {"code": {"type": "string", "description": "the program; print what you want to see"}},
-        "required": ["code"],
-    }
+    parameters = one_text("code", "the program; print what you want to see")
 
     def __init__(self, timeout_s: float, *, allow_basic_sandbox: bool = False) -> None:
         self._basic_allowed = allow_basic_sandbox

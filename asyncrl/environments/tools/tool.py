@@ -56,6 +56,11 @@ def schema_of(tool: ToolDescription) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def one_text(name: str, meaning: str) -> dict[str, Any]:
+    """The parameters of a tool that takes a text."""
+    return {"type": "object", "properties": {name: {"type": "string", "description": meaning}}, "required": [name]}
+
+
 def no_such_tool(name: str, known: Iterable[str]) -> ToolResult:
     """The result for a call of an unknown tool."""
     return ToolResult(f"Error: there is no tool {name!r}; the tools are {', '.join(sorted(known))}", failed=True)
