@@ -102,8 +102,12 @@ class AgentServer:
         try:
             if self._for_this_machine:
                 http.require_local_host(request)
+            # Keys are random and live as long as their trajectory.
+            session = self._sessions.get(request.headers.get(KEY_HEADER) or http.key_of(request))
             body = await http.read_json(request) if request.method == "POST" else None
-            session = self._session(request, body)
+            session = session or self._sessions.get(_named_in(body))
+            if session is None:
+                raise ApiError(401, "the API key belongs to no trajectory that is running", code="invalid_api_key")
             return await handler(dialect, session, request, body)
         except ApiError as error:
             named = dialect.renamed(error)
@@ -144,14 +148,11 @@ class AgentServer:
         model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "asyncrl"}
         return JSONResponse({"object": "list", "data": [model]} if name is None else model)
 
-    def _session(self, request: Request, body: object) -> AgentSession:
-        told = body.get("metadata") if isinstance(body, dict) else None
-        named = str(told.get(KEY_HEADER, "")) if isinstance(told, dict) else ""
-        key = request.headers.get(KEY_HEADER) or named or http.key_of(request)
-        found = self._sessions.get(key)  # keys are random and live as long as their trajectory
-        if found is None:
-            raise ApiError(401, "the API key belongs to no trajectory that is running", code="invalid_api_key")
-        return found
+
+def _named_in(body: object) -> str:
+    """The key of a trajectory in the metadata of a request; empty if there is none."""
+    told = body.get("metadata") if isinstance(body, dict) else None
+    return str(told.get(KEY_HEADER, "")) if isinstance(told, dict) else ""
 
 
 async def _streamed(session: AgentSession, answering: Answering, writer: Reply) -> AsyncGenerator[str, None]:
@@ -162,12 +163,12 @@ async def _streamed(session: AgentSession, answering: Answering, writer: Reply) 
         while True:
             for name, data in events:
                 yield http.frame(data, name)
-            answering.heard.clear()
             hearing = asyncio.create_task(answering.heard.wait())
             done, _ = await asyncio.wait({reading, hearing}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
             hearing.cancel()
             if not done:
                 yield ping_of(writer)
+            answering.heard.clear()
             parts = speech.hear(answering.token_ids)
             events = written_parts(writer, sent_parts(parts, answering.number, num_calls))
             num_calls += sum(isinstance(part, ToolCall) for part in parts)
