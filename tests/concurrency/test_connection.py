@@ -123,10 +123,19 @@ def called():
     return handle, client_of(handle)
 
 
-async def opened():
-    actor = Actor()
-    server = await serve(actor, LOCAL)
-    return actor, server, await connect(server.address)
+@pytest.fixture
+def actor():
+    return Actor()
+
+
+@pytest.fixture
+async def server(actor):
+    return await serve(actor, LOCAL)
+
+
+@pytest.fixture
+async def connection(server):
+    return await connect(server.address)
 
 
 async def cut(connection):
@@ -137,14 +146,12 @@ async def cut(connection):
 
 
 class TestCalls:
-    async def test_values_and_keywords_arrive(self):
-        _actor, _server, connection = await opened()
+    async def test_values_and_keywords_arrive(self, connection):
         big = bytes(5_000_000)
         assert await connection.call("echo", (big,), {"after_s": 0.01}) == big
         assert await connection.call("plain", (3,), {}) == 3
 
-    async def test_calls_begin_in_order_and_are_answered_as_they_end(self):
-        actor, _server, connection = await opened()
+    async def test_calls_begin_in_order_and_are_answered_as_they_end(self, actor, connection):
         ended = []
         answers = [connection.call("echo", (i,), {"after_s": 0.05 - 0.01 * i}) for i in range(5)]
         for answer in answers:
@@ -153,8 +160,7 @@ class TestCalls:
         assert actor.made == [0, 1, 2, 3, 4]
         assert ended == [4, 3, 2, 1, 0]
 
-    async def test_what_the_method_raises_is_raised_with_the_traceback_there(self):
-        _actor, _server, connection = await opened()
+    async def test_what_the_method_raises_is_raised_with_the_traceback_there(self, connection):
         error = ProcessDied("the engine is dead").of(Process("replica", 1))
         with pytest.raises(ProcessDied, match="the engine is dead") as raised:
             await connection.call("fail", (error,), {})
@@ -162,8 +168,7 @@ class TestCalls:
         assert "in fail" in str(raised.value.__cause__)
 
     @pytest.mark.parametrize("name", ["unwritable", "unreadable"])
-    async def test_an_error_that_cannot_travel_is_told_by_its_text(self, name):
-        _actor, _server, connection = await opened()
+    async def test_an_error_that_cannot_travel_is_told_by_its_text(self, connection, name):
         with pytest.raises(RuntimeError, match=rf"(?i){name}") as raised:
             await connection.call("fail_by_name", (name,), {})
         assert "in fail_by_name" in str(raised.value.__cause__)
@@ -178,14 +183,12 @@ class TestCalls:
         ],
         ids=["the value there", "an argument here", "an argument there", "the value here"],
     )
-    async def test_what_cannot_be_written_or_read_fails_its_call_alone(self, method, args, error):
-        _actor, _server, connection = await opened()
+    async def test_what_cannot_be_written_or_read_fails_its_call_alone(self, connection, method, args, error):
         with pytest.raises(Exception, match=error):
             await connection.call(method, args, {})
         assert await connection.call("echo", (1,), {}) == 1
 
-    async def test_an_error_whose_type_is_not_installed_here_is_told_by_its_text(self, monkeypatch):
-        _actor, _server, connection = await opened()
+    async def test_an_error_whose_type_is_not_installed_here_is_told_by_its_text(self, connection, monkeypatch):
         monkeypatch.setattr(
             connections.pickle,
             "dumps",
@@ -209,14 +212,12 @@ class TestCalls:
             await connection.call("end", (), {})
         assert await connection.call("echo", (1,), {}) == 1
 
-    async def test_private_and_unknown_methods_are_refused(self):
-        _actor, _server, connection = await opened()
+    async def test_private_and_unknown_methods_are_refused(self, connection):
         for name in ("_private", "__class__", "nothing"):
             with pytest.raises(AttributeError, match=name):
                 await connection.call(name, (), {})
 
-    async def test_an_answer_can_be_awaited_again(self):
-        actor, _server, connection = await opened()
+    async def test_an_answer_can_be_awaited_again(self, actor, connection):
         answer = connection.call("wait", (), {})
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
@@ -275,8 +276,7 @@ async def spoken_to(server, stream):
 
 
 class TestStrangers:
-    async def test_who_has_another_secret_is_not_connected(self):
-        _actor, server, _connection = await opened()
+    async def test_who_has_another_secret_is_not_connected(self, server):
         address = server.address
         with pytest.raises(ConnectionEnded):
             await connect(connections.ConnectionAddress(address.host, address.port, bytes(32)))
@@ -290,20 +290,18 @@ class TestStrangers:
             [b"\0" * 32, b"\0" * 64],
         ],
     )
-    async def test_nothing_of_who_has_no_secret_is_unpickled(self, messages):
-        _actor, server, _connection = await opened()
+    async def test_nothing_of_who_has_no_secret_is_unpickled(self, server, messages):
         call = struct.pack("<Q", 1) + pickle.dumps(("echo", (Trap(),), {}))
         answered = await spoken_to(server, framed([*messages, call]))
         assert not Trap.sprung
         assert len(answered) <= 72, "its challenge and its proof, at most"
 
-    async def test_a_long_message_of_a_stranger_is_not_waited_for(self):
-        _actor, server, _connection = await opened()
+    async def test_a_long_message_of_a_stranger_is_not_waited_for(self, server):
         assert await spoken_to(server, struct.pack("<Q", 1 << 40)) == b""
 
-    async def test_who_says_nothing_is_not_waited_for(self, monkeypatch):
+    async def test_who_says_nothing_is_not_waited_for(self, server, monkeypatch):
         monkeypatch.setattr(connections, "HANDSHAKE_S", 0.05)
-        _actor, server, connection = await opened()
+        connection = await connect(server.address)
         assert await spoken_to(server, b"") == b""
         assert await connection.call("echo", (1,), {}) == 1, "who has proven itself stays"
 
@@ -323,9 +321,8 @@ class TestStrangers:
             await connect(connections.ConnectionAddress(LOCAL, port, bytes(32)))
         server.close()
 
-    async def test_strangers_are_few(self, monkeypatch):
+    async def test_strangers_are_few(self, server, connection, monkeypatch):
         monkeypatch.setattr(connections, "MAX_STRANGERS", 2)
-        _actor, server, connection = await opened()
         address = server.address
         strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(2)]
         assert await spoken_to(server, b"") == b""
@@ -338,8 +335,7 @@ class TestStrangers:
 
 
 class TestEnds:
-    async def test_calls_that_are_not_answered_end_with_their_connection(self):
-        _actor, _server, connection = await opened()
+    async def test_calls_that_are_not_answered_end_with_their_connection(self, connection):
         answer = connection.call("wait", (), {})
         await cut(connection)
         with pytest.raises(ConnectionEnded):
@@ -348,8 +344,7 @@ class TestEnds:
         with pytest.raises(ConnectionEnded):
             await connection.call("echo", (1,), {})
 
-    async def test_a_call_goes_on_in_the_actor_when_its_connection_ends(self):
-        actor, _server, connection = await opened()
+    async def test_a_call_goes_on_in_the_actor_when_its_connection_ends(self, actor, connection):
         connection.call("wait", (), {})
         connection.call("echo", (1,), {"after_s": 0.05})
         await until(lambda: len(actor.made) >= 2)
@@ -359,8 +354,7 @@ class TestEnds:
         await asyncio.sleep(0.1)
         assert all(task.done() and not task.cancelled() for task in ended - {asyncio.current_task()})
 
-    async def test_the_end_of_the_actor_ends_the_connection(self):
-        actor, _server, connection = await opened()
+    async def test_the_end_of_the_actor_ends_the_connection(self, actor, connection):
         answer = connection.call("wait", (), {})
         await until(lambda: actor.made)
         answering = next(e for e in gc.get_objects() if isinstance(e, connections._Answering) and e._actor is actor)
@@ -369,8 +363,8 @@ class TestEnds:
             await answer
         assert connection.ended
 
-    async def test_a_connection_that_nobody_holds_is_closed(self):
-        _actor, _server, connection = await opened()
+    async def test_a_connection_that_nobody_holds_is_closed(self, server):
+        connection = await connect(server.address)
         end = connection._end
         gc.disable()
         try:
@@ -380,9 +374,9 @@ class TestEnds:
             gc.enable()
         assert end.ended
 
-    async def test_an_idle_connection_is_closed(self, monkeypatch):
+    async def test_an_idle_connection_is_closed(self, actor, server, monkeypatch):
         monkeypatch.setattr(connections, "IDLE_S", 0.1)
-        actor, _server, connection = await opened()
+        connection = await connect(server.address)
         answer = connection.call("wait", (), {})
         for _ in range(3):
             await asyncio.sleep(0.1)

@@ -1,9 +1,16 @@
-"""Environments that a test starts."""
+"""Environments that a test starts, and a small model."""
 
+import pytest
 import pytest_asyncio
 
 from asyncrl.environments import build_environment
+from asyncrl_testing.random_model import write_random_qwen3
 from tests.environments import chat_with
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_random_qwen3(tmp_path_factory.mktemp("model"))
 
 
 @pytest_asyncio.fixture

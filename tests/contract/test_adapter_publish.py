@@ -11,18 +11,13 @@ from asyncrl.errors import WeightTransferError
 from asyncrl.weights.encodings.base import merged
 from asyncrl_testing.engine_client import Client, make_request
 from asyncrl_testing.publishing import Publisher
-from asyncrl_testing.random_model import random_qwen3, write_random_qwen3
+from asyncrl_testing.random_model import random_qwen3
 from asyncrl_testing.weight_swap_suite import Part, check_recomputed
 from tests.engines import running, sglang_engine, torch_engine, vllm_engine
 
 pytestmark = pytest.mark.asyncio
 
 RANK = 4
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return write_random_qwen3(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(
@@ -33,9 +28,9 @@ def path(tmp_path_factory):
     ],
     ids=["torch", "vllm", "sglang"],
 )
-async def publisher(request, path):
+async def publisher(request, model_path):
     """To an engine of each kind."""
-    async with running(request.param(path)) as engine:
+    async with running(request.param(model_path)) as engine:
         publisher = Publisher(engine)
         yield publisher
         await publisher.close()

@@ -24,15 +24,8 @@ MIB = 1 << 20
 class TestFakeEngine(SleepConformance):
     @pytest_asyncio.fixture
     async def engine(self):
-        engine = FakeEngine(FakeScript())
-        await engine.start()
-        yield engine
-        await engine.stop()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return write_random_qwen3(tmp_path_factory.mktemp("model"))
+        async with running(FakeEngine(FakeScript())) as engine:
+            yield engine
 
 
 def are_gone(tensors):
@@ -45,8 +38,8 @@ SIZES = {"num_slots": 8, "max_model_len": 512}
 
 class TestTorchEngine(SleepConformance):
     @pytest_asyncio.fixture
-    async def engine(self, path):
-        async with running(torch_engine(path, **SIZES)) as engine:
+    async def engine(self, model_path):
+        async with running(torch_engine(model_path, **SIZES)) as engine:
             await engine.commit(0)
             yield engine
 
@@ -63,9 +56,9 @@ class TestTorchEngine(SleepConformance):
 
 
 @pytest_asyncio.fixture
-async def large(path):
+async def large(model_path):
     """256 MiB of KV cache: 8 tensors of 64 slots x 2 heads x 2048 tokens x 32 float32."""
-    wide = path.parent / "wide"
+    wide = model_path.parent / "wide"
     write_random_qwen3(wide, max_position_embeddings=2048)
     async with running(torch_engine(wide, num_slots=64, max_model_len=2048)) as engine:
         yield engine
@@ -121,8 +114,8 @@ def test_nothing_beside_the_memory_is_touched():
 
 
 @pytest_asyncio.fixture
-async def publisher(path):
-    async with running(torch_engine(path, **SIZES)) as engine:
+async def publisher(model_path):
+    async with running(torch_engine(model_path, **SIZES)) as engine:
         publisher = Publisher(engine)
         yield publisher
         await publisher.close()

@@ -17,7 +17,6 @@ from asyncrl.config.rollout import RolloutConfig, SglangEngineConfig
 from asyncrl.errors import ConfigError, GenerationError
 from asyncrl.types import ModelFacts
 from asyncrl_testing.engine_client import Client, complete, make_request, within
-from asyncrl_testing.random_model import write_random_qwen3
 from tests.engines import assert_cannot_start, assert_dead, running, sglang_engine, started
 from tests.make import require_sglang
 from tests.processes import ROOT, assert_gone, killed
@@ -29,11 +28,6 @@ pytestmark = pytest.mark.sglang
 @pytest.fixture(scope="module", autouse=True)
 def sglang_is_there():
     require_sglang()
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return write_random_qwen3(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

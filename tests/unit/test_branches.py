@@ -4,7 +4,9 @@ import pickle
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +17,18 @@ from asyncrl.queue.message_queue import MessageQueue
 from asyncrl.queue.saved_state import ARRAYS, load_groups, load_partials, save_groups, save_partials
 from asyncrl.trainer.packing import PackingRules, plan_step
 from asyncrl.trainer.planner import StepPlanner
-from asyncrl.types import LeaseManifest, PartialGroup, PartialTrajectory, Segment, Ticket, TrajectoryGroup
+from asyncrl.trainer.step.batch import pack
+from asyncrl.types import (
+    LeaseManifest,
+    Lengths,
+    PartialGroup,
+    PartialTrajectory,
+    Segment,
+    Ticket,
+    TrainSequence,
+    Trajectory,
+    TrajectoryGroup,
+)
 from tests.make import group, queue_spec, quickstart, train, trajectory
 
 ALL = "rollout.agent.train=all_branches"
@@ -254,3 +267,188 @@ def test_an_environment_token_in_a_branch_has_no_lag():
     branch = replace(trajectory(), segments=segments, loss_mask=np.array([True, True, False, False]))
     whole = TrajectoryGroup(0, 0, (replace(trajectory(versions=(5,)), branches=(branch,)).validate(),))
     assert (whole.oldest_version, summarize(StoredGroup(whole, 5), whole, step=5, max_lag=0).lag_max) == (5, 0)
+
+
+# -- distillation ------------------------------------------------------------------------------------------------------
+
+
+DISTILLS = ["teacher.path=t", "algorithm.distillation.coefficient=1", "algorithm.dynamic_sampling=false"]
+
+
+def taught(made, start=0, top=0):
+    n = len(made.response_ids)
+    logprobs = -np.arange(start, start + n, dtype=np.float32) / 8
+    likeliest = np.arange(start, start + n * top, dtype=np.int32).reshape(n, top)
+    beside = {"top_ids": likeliest, "top_logprobs": -likeliest.astype(np.float32) - 1} if top else {}
+    return replace(made, extra={"teacher_logprobs": logprobs, **beside})
+
+
+def test_a_teacher_is_served_with_room_for_the_longest_trajectory():
+    recipe = quickstart(*DISTILLS, "teacher.num_replicas=2", "teacher.torch.num_slots=3")
+    pool, replicas = recipe.pools["teacher"]
+    assert (pool.model.path, replicas.num_replicas, replicas.torch.num_slots) == ("t", 2, 3)
+    assert replicas.max_model_len == recipe.rollout.max_model_len + 1
+    assert quickstart().pools == {}
+
+
+def test_a_teacher_in_vllm_gives_as_many_tokens_as_are_asked_for():
+    keys = [*DISTILLS, "teacher.engine=vllm", "algorithm.distillation.top_k=64"]
+    assert quickstart(*keys).pools["teacher"][1].vllm.max_logprobs == 64
+    assert quickstart(*keys[:-1]).pools["teacher"][1].vllm.max_logprobs == 20
+    assert quickstart(*keys).kept_arrays == ("teacher_logprobs", "top_ids", "top_logprobs", "top_k=64")
+    assert quickstart().kept_arrays == ()
+
+
+def test_one_trajectory_a_prompt_is_enough_for_a_teacher():
+    keys = ["algorithm.advantage=teacher_only", "batch.group_size=1"]
+    assert quickstart(*DISTILLS, *keys).batch.group_size == 1
+
+
+def test_further_arrays_travel_with_their_trajectory(tmp_path):
+    plain, with_teacher = group(0), group(1)
+    members = tuple(taught(t, i, top=3) for i, t in enumerate(with_teacher.trajectories))
+    groups = [plain, replace(with_teacher, trajectories=members), group(2)]
+    save_groups(tmp_path, groups)
+    for kept in (load_groups(tmp_path), pickle.loads(pickle.dumps(groups))):
+        assert [len(t.extra) for g in kept for t in g.trajectories] == [0, 0, 3, 3, 0, 0]
+        for found, member in zip(kept[1].trajectories, members, strict=True):
+            for name, array in member.extra.items():
+                assert found.validate().extra[name].dtype == array.dtype
+                assert found.extra[name].tolist() == array.tolist()
+    older = replace(groups[1], trajectories=tuple(replace(t, segments=t.segments) for t in members))
+    assert all(t.extra for t in mask_older(older, 1).trajectories)
+
+
+def planned(made):
+    plan = tuple(
+        TrainSequence(0, i, 0.0, Lengths(3, len(t.response_ids), t.num_trained_tokens), owner=i)
+        for i, t in enumerate(made)
+    )
+    return plan, {(0, i): t for i, t in enumerate(made)}
+
+
+def test_a_micro_batch_has_the_teacher_at_the_trained_tokens():
+    made = [taught(trajectory(response=n, seed=n), 10 * n) for n in (3, 2)]
+    mask = np.array([True, False, True])
+    made[0] = replace(made[0], loss_mask=mask)
+    plan, found = planned(made)
+    options = {"predict": "trained", "device": torch.device("cpu"), "extra": ("teacher_logprobs",)}
+    batch = pack(plan, found, **options)
+    expected = np.concatenate([made[0].extra["teacher_logprobs"][mask], made[1].extra["teacher_logprobs"]])
+    assert batch.extra["teacher_logprobs"].tolist() == expected.tolist()
+    inputs = batch.inputs(batch.behavior_logprobs, batch.behavior_logprobs, batch.behavior_logprobs)
+    assert inputs.teacher_logprobs is batch.extra["teacher_logprobs"]
+    assert pack((), {}, **options).extra["teacher_logprobs"].tolist() == [0]
+    assert (batch.tokens.others, inputs.teacher_top_logprobs) == (None, None)
+    found[0, 1] = trajectory(response=2, seed=2)
+    with pytest.raises(ValueError, match="sequence 1 of group 0 has no teacher_logprobs"):
+        pack(plan, found, **options)
+
+
+def test_a_micro_batch_asks_for_the_teachers_likeliest_tokens_at_the_trained_ones():
+    made = [taught(trajectory(response=n, seed=n), 10 * n, top=2) for n in (3, 0, 2)]
+    made[0] = replace(made[0], loss_mask=np.array([True, False, True]))
+    plan, found = planned(made)
+    options = {"predict": "trained", "device": torch.device("cpu"), "extra": ("top_ids", "top_logprobs")}
+    batch = pack(plan, found, **options)
+    assert batch.tokens.others.tolist() == [[30, 31], [34, 35], [20, 21], [22, 23]]
+    assert batch.tokens.others.dtype == torch.int64
+    inputs = batch.inputs(batch.behavior_logprobs, batch.behavior_logprobs, batch.behavior_logprobs)
+    assert inputs.teacher_top_logprobs.tolist() == [[-31, -32], [-35, -36], [-21, -22], [-23, -24]]
+    assert pack((), {}, **options).tokens.others.shape == (1, 1), "a placeholder"
+    found[0, 2] = taught(made[2], 0, top=3)
+    with pytest.raises(ValueError, match="rows of the shapes"):
+        pack(plan, found, **options)
+
+
+# -- what a trajectory may be ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"prompt_ids": np.zeros(0, np.int32)},
+        {"logprobs": np.zeros(3, np.float32)},
+        {"loss_mask": np.ones(5, np.bool_)},
+        {"segments": ()},
+        {"segments": (Segment(0, 3, 0, 0),)},
+        {"segments": (Segment(0, 2, 0, 0), Segment(3, 4, 0, 0))},
+        {"segments": (Segment(0, 4, 0, 0, "environment"),)},
+        {"reward": float("nan")},
+        {"extra": {"teacher_logprobs": np.zeros(3, np.float32)}},
+        {"extra": {"teacher_logprobs": np.array([0, -1, -np.inf, 0], np.float32)}},
+        {"extra": {"teacher_logits": np.zeros(4, np.float32)}},
+        {"extra": {"top_ids": np.zeros(4, np.int32)}},
+        {"extra": {"top_ids": np.zeros((3, 2), np.int32)}},
+        {"extra": {"top_ids": np.full((4, 2), -1, np.int32)}},
+        {"extra": {"top_logprobs": np.full((4, 2), -np.inf, np.float32)}},
+    ],
+)
+def test_a_malformed_trajectory_is_refused(broken):
+    good = trajectory().validate()
+    with pytest.raises(ValueError, match=f"{next(iter(broken))}|segment"):
+        replace(good, **broken).normalized().validate()
+
+
+# -- arrays of others --------------------------------------------------------------------------------------------------
+
+
+PLAIN = {
+    "prompt_ids": np.array([5, 6], np.int32),
+    "response_ids": np.array([7, 8, 9], np.int32),
+    "logprobs": np.array([-0.5, -0.25, -1.0], np.float32),
+    "loss_mask": np.array([True, True, False]),
+    "segments": (Segment(0, 3, 1, 0),),
+    "reward": 1.0,
+    "reward_parts": (("exact", 1.0),),
+}
+
+
+class Marked(np.ndarray):
+    """As memory-mapped arrays are."""
+
+
+@pytest.mark.parametrize(
+    "make", [list, tuple, pd.Series, torch.tensor, lambda a: a.astype(float), lambda a: a.view(Marked)],
+    ids=["list", "tuple", "pandas", "torch", "float64", "subclass"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["prompt_ids", "response_ids", "logprobs", "loss_mask"])
+def test_whatever_numpy_takes_for_an_array_becomes_a_plain_one(make, name):
+    made = Trajectory(**PLAIN | {name: make(PLAIN[name])}).normalized().validate()
+    for each, array in PLAIN.items():
+        if isinstance(array, np.ndarray):
+            found = getattr(made, each)
+            assert type(found) is np.ndarray
+            assert found.dtype == array.dtype
+            np.testing.assert_array_equal(found, array)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("reward", np.float32(1.0)), ("reward", 1), ("reward", True),
+        ("reward_parts", [("exact", 1.0)]), ("reward_parts", (["exact", 1.0],)),
+        ("reward_parts", (("exact", np.float64(1.0)),)),
+        ("segments", [Segment(0, 3, 1, 0)]),
+    ],
+)  # fmt: skip
+def test_numbers_and_sequences_become_plain_ones(name, given):
+    made = Trajectory(**PLAIN | {name: given}).normalized().validate()
+    assert type(made.reward) is float
+    assert made.reward_parts == PLAIN["reward_parts"]
+    assert type(made.reward_parts[0]) is tuple
+    assert type(made.reward_parts[0][1]) is float
+    assert made.segments == PLAIN["segments"]
+
+
+def test_what_is_plain_already_is_not_copied():
+    plain = Trajectory(**PLAIN)
+    assert plain.normalized() is plain
+
+
+def test_extra_and_branches_are_looked_at_too():
+    with pytest.raises(ValueError, match="extra has"):
+        Trajectory(**PLAIN, extra={"unknown": np.zeros(3)}).normalized()
+    branch = Trajectory(**PLAIN | {"reward": 0, "reward_parts": (), "response_ids": [7, 8, 9]})
+    made = Trajectory(**PLAIN, branches=(branch,)).normalized().validate()
+    assert made.branches[0].response_ids.dtype == np.int32

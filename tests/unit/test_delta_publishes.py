@@ -79,11 +79,16 @@ async def missed(fleet, trainer):
     await trainer.encode_weights(1.0)
 
 
-@pytest.mark.parametrize("happens", [suspended, missed])
+async def begun_anew(fleet, trainer):
+    """An engine that begins knows nothing of what replicas have."""
+    return engine(trainer=trainer, fleet=fleet)[0]
+
+
+@pytest.mark.parametrize("happens", [suspended, missed, begun_anew])
 async def test_a_replica_that_lacks_the_base_gets_all_weights(happens):
     made, trainer, fleet = engine(FakeReplica())
     await made.publish(1)
-    await happens(fleet, trainer)
+    made = await happens(fleet, trainer) or made
     await made.publish(2)
     assert kinds(trainer) == [("full", None), ("full", None)]
 
@@ -132,14 +137,6 @@ async def test_differences_that_are_not_smaller_are_not_sent():
     await made.publish(3)
     assert kinds(trainer) == [("full", None), ("full", None), ("delta", (2,))]
     assert report.sent_bytes == 80
-
-
-async def test_an_engine_that_begins_knows_nothing_of_what_replicas_have():
-    made, trainer, fleet = engine(FakeReplica())
-    await made.publish(1)
-    again, _, _ = engine(trainer=trainer, fleet=fleet)
-    await again.publish(2)
-    assert kinds(trainer) == [("full", None), ("full", None)]
 
 
 async def test_the_waves_of_a_rolling_publish_send_the_same_differences():

@@ -1,15 +1,18 @@
 """Properties of the packing planner, over random leases."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.trainer.length_classes import MAX_WORK_RATIO, length_classes, spared_work
 from asyncrl.trainer.packing import PackingRules, plan_step
-from asyncrl.types import GroupSummary, LeaseManifest, Lengths
+from asyncrl.trainer.step.batch import PackedLayout, SharedRow, pack
+from asyncrl.types import GroupSummary, LeaseManifest, Lengths, Segment, TrainSequence, Trajectory
 from tests.make import quickstart
 
 LONGEST = 40
@@ -310,3 +313,133 @@ def test_a_padded_microbatch_is_within_the_budget_as_it_is_padded(groups, num_pl
         (10 * i, j) for i, group in enumerate(groups) for j in range(len(group))
     ]
     assert len({len(plan.microbatches) for plan in plans}) == 1
+
+
+# -- classes of similar length -----------------------------------------------------------------------------------------
+
+
+LENGTHS = st.lists(st.integers(1, 12) | st.integers(1, 400), min_size=1, max_size=8)
+RATIOS, SPARED = st.sampled_from([1.0, 1.05, 1.25, 2.0]), st.sampled_from([0, 20, 4096])
+
+
+def work(lengths, classes):
+    return sum(len(c) * max(lengths[i] for i in c) ** 2 for c in classes)
+
+
+def exact(lengths):
+    return sum(n**2 for n in lengths)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=200), RATIOS, SPARED)
+@settings(max_examples=60, deadline=None)
+def test_each_sequence_is_in_one_class_and_the_work_is_bounded(lengths, max_ratio, spared):
+    classes = length_classes(lengths, max_ratio=max_ratio, spared=spared)
+    assert sorted(np.concatenate(classes).tolist()) == list(range(len(lengths)))
+    assert work(lengths, classes) <= max_ratio * exact(lengths) + spared
+    assert all((np.diff(c) > 0).all() for c in classes)
+    for one, other in pairwise(classes):  # sequences of one length share a class
+        assert min(lengths[i] for i in one) > max(lengths[i] for i in other)
+
+
+@given(LENGTHS, RATIOS, SPARED)
+def test_fewer_classes_break_the_limit_and_as_many_do_no_less_work(lengths, max_ratio, spared):
+    found = length_classes(lengths, max_ratio=max_ratio, spared=spared)
+    distinct = sorted(set(lengths), reverse=True)
+    members = [[i for i, n in enumerate(lengths) if n == size] for size in distinct]
+    for count in range(1, len(found) + 1):
+        least = min(
+            work(lengths, [list(chain(*members[low:high])) for low, high in pairwise([0, *cuts, len(distinct)])])
+            for cuts in combinations(range(1, len(distinct)), count - 1)
+        )
+        if count < len(found):
+            assert least > max_ratio * exact(lengths) + spared
+        else:
+            assert work(lengths, found) == least
+
+
+def test_a_long_tail_takes_few_classes():
+    draw = np.random.default_rng(0)
+    lengths = np.where(draw.random(256) < 0.05, 262, draw.integers(14, 54, 256))
+    classes = length_classes(lengths, spared=spared_work("cpu"))
+    assert len(classes) == 3
+    assert work(lengths, classes) <= MAX_WORK_RATIO * exact(lengths) + spared_work("cpu")
+    assert work(lengths, [range(256)]) > 10 * exact(lengths)
+    assert len(length_classes([64] * 128)) == len(length_classes([8, 9, 30], spared=spared_work("cpu"))) == 1
+    assert spared_work("cuda") > spared_work("cpu")
+
+
+@pytest.mark.parametrize("bad", [{"lengths": []}, {"lengths": [3, 0]}, {"lengths": [3], "max_ratio": 0.9}])
+def test_bad_input_is_named(bad):
+    with pytest.raises(ValueError, match="no classes for lengths"):
+        length_classes(**bad)
+
+
+# -- rows in which trajectories share prompts: what a model reads is what each sequence is -----------------------------
+
+
+ids = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+members = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.integers(0, 9), max_size=6), st.sampled_from([0, 0, 0, 1])),
+    min_size=1,
+    max_size=8,
+)
+
+
+def given_tokens(prompt, response):
+    count = len(response)
+    return Trajectory(
+        prompt_ids=np.array(prompt, np.int32),
+        response_ids=np.array(response, np.int32),
+        logprobs=np.zeros(count, np.float32),
+        loss_mask=np.ones(count, bool),
+        segments=(Segment(0, count, 0, 0),) if count else (),
+        reward=0.0,
+    )
+
+
+@given(st.lists(ids, min_size=3, max_size=3), members)
+def test_every_sequence_reads_its_own_tokens(prompts, drawn):
+    """Now and then a member of a group has another prompt than its siblings."""
+    chosen = [given_tokens(prompts[group] + [7] * other, response) for group, response, other in drawn]
+    families = [group for group, _, _ in drawn]
+    row = SharedRow.of(chosen, families)
+    whole = [np.concatenate([t.prompt_ids, t.response_ids]) for t in chosen]
+    places = np.arange(len(row.input_ids)) if row.rows is None else row.rows
+    np.testing.assert_array_equal(row.input_ids[places], np.concatenate(whole))
+    np.testing.assert_array_equal(row.positions[places], np.concatenate([np.arange(len(w)) for w in whole]))
+    assert sorted(set(places)) == list(range(len(row.input_ids)))
+    picks = [np.arange(len(t.response_ids)) for t in chosen]
+    before, itself = row.predictions(picks)
+    np.testing.assert_array_equal(row.input_ids[itself], np.concatenate([t.response_ids for t in chosen]))
+    expected = [w[len(t.prompt_ids) - 1 : -1] for w, t in zip(whole, chosen, strict=True) if len(t.response_ids)]
+    np.testing.assert_array_equal(row.input_ids[before], np.concatenate([*expected, np.zeros(0)]))
+    np.testing.assert_array_equal(row.positions[itself], row.positions[before] + 1)
+
+    layout = PackedLayout.of(row.lengths, torch.device("cpu"), rows=row.rows)
+    tokens = torch.arange(len(row.input_ids))
+    if layout.order is not None:
+        assert torch.equal(tokens[layout.order][layout.places], tokens)
+    one_family = {}
+    for t, family in zip(chosen, families, strict=True):
+        one_family.setdefault(family, t.prompt_ids.tobytes())
+    if all(one_family[f] == t.prompt_ids.tobytes() for t, f in zip(chosen, families, strict=True)):
+        distinct = sum(len(np.frombuffer(prompt, np.int32)) for prompt in one_family.values())
+        assert len(row.input_ids) == distinct + sum(len(t.response_ids) for t in chosen)
+
+
+@pytest.mark.parametrize(("share", "tokens"), [(True, 3 + 2 + 4 + 3 + 1), (False, 3 + 2 + 3 + 4 + 3 + 1)])
+def test_groups_do_not_share_with_each_other(share, tokens):
+    chosen = {
+        (0, 0): given_tokens([1, 2, 3], [4, 5]),
+        (0, 1): given_tokens([1, 2, 3], [4, 5, 6, 7]),
+        (1, 0): given_tokens([1, 2, 3], [4]),
+    }
+    planned = [
+        TrainSequence(*key, 1.0, Lengths(3, len(t.response_ids), len(t.response_ids)), owner=key[1])
+        for key, t in chosen.items()
+    ]
+    batch = pack(tuple(planned), chosen, predict="trained", device=torch.device("cpu"), share_prompts=share)
+    assert batch.tokens.input_ids.numel() == tokens
+    assert batch.num_tokens == 5 + 7 + 4
+    assert batch.tokens.targets.tolist() == [4, 5, 4, 5, 6, 7, 4]
+    assert batch.sequences.tolist() == [0, 0, 1, 1, 1, 1, 2]

@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from tests.make import quickstart
-from tests.unit.test_distillation import DISTILLS
+from tests.unit.test_branches import DISTILLS
 from tests.unit.test_remote_parts import BY_VLLM, REMOTE
 
 GREEDY = "rollout.sampling.temperature=0"

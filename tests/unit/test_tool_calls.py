@@ -1,6 +1,8 @@
 """Tool calls in the text of the policy."""
 
 import json
+import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +27,7 @@ from asyncrl.data.tool_calls import (
     template_text,
     tools_for,
     with_tools,
+    written,
 )
 from tests.environments import QWEN
 from tests.templates_of_calls import CALLS, EACH, END, JSON, NAME, OBJECT, PAIRS, reply_with, template_of
@@ -37,6 +40,13 @@ ANY_VALUE = st.recursive(
 )
 ARGUMENTS = st.dictionaries(st.text(min_size=1), ANY_VALUE, max_size=3)
 PROSE = st.text(alphabet=st.characters(exclude_characters="<{"), max_size=20)
+
+
+def split_calls(pieces, form):
+    splitter, parts = CallSplitter(form), []
+    for piece in pieces:
+        parts += splitter.feed(piece)
+    return joined_parts([*parts, *splitter.finish()])
 
 
 def no_tag(value):
@@ -161,13 +171,6 @@ FORMS = {name: parser_for("auto", template_of(calls)) for name, calls in CALLS.i
 families = pytest.mark.parametrize("name", sorted(CALLS))
 
 
-def split_calls(pieces, form, *, single=False):
-    splitter, parts = CallSplitter(CallFormat(form, RUNNABLE, single)), []
-    for piece in pieces:
-        parts += splitter.feed(piece)
-    return joined_parts([*parts, *splitter.finish()])
-
-
 @families
 @pytest.mark.parametrize("calls", [*[(call,) for call in MADE], MADE], ids=lambda calls: str(len(calls)))
 def test_calls_that_a_template_writes_are_read(name, calls):
@@ -180,8 +183,8 @@ def test_streamed_calls_are_those_that_the_environments_find_wherever_the_text_i
     text = "Let me see. " + reply_with(template_of(CALLS[name]), *MADE[:3])
     assert PARSERS[FORMS[name]](text, RUNNABLE) == [*MADE[:3]]
     for cut in range(len(text)):
-        assert split_calls([text[:cut], text[cut:]], FORMS[name]) == ("Let me see.", *MADE[:3])
-    assert split_calls(text, FORMS[name], single=True) == ("Let me see.", MADE[0])
+        assert split_calls([text[:cut], text[cut:]], CallFormat(FORMS[name], RUNNABLE)) == ("Let me see.", *MADE[:3])
+    assert split_calls(text, CallFormat(FORMS[name], RUNNABLE, single=True)) == ("Let me see.", MADE[0])
 
 
 @given(st.sampled_from(sorted(FORMS)), st.text("<>[]{}()=:\"', \nab1\\", max_size=30), st.integers(0, 80))
@@ -190,8 +193,8 @@ def test_no_text_is_too_strange_for_a_derived_format(name, said, cut):
     for broken in (text[:cut] + said + text[cut:], text[:cut] + said, said + text[cut:]):
         for call in PARSERS[FORMS[name]](broken, RUNNABLE):
             assert isinstance(call, MalformedCall) or isinstance(call.arguments, dict)
-        parts = split_calls([broken], FORMS[name])
-        assert parts == split_calls(broken, FORMS[name])
+        parts = split_calls([broken], CallFormat(FORMS[name], RUNNABLE))
+        assert parts == split_calls(broken, CallFormat(FORMS[name], RUNNABLE))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +230,7 @@ def test_a_broken_call_is_told_and_shown_the_format(name, text):
     *_, call = PARSERS[FORMS[name]](f"Well. {text}", RUNNABLE)
     assert isinstance(call, MalformedCall)
     assert shown(FORMS[name]) in call.error
-    assert split_calls(f"Well. {text}", FORMS[name]) == (f"Well. {text}",)
+    assert split_calls(f"Well. {text}", CallFormat(FORMS[name], RUNNABLE)) == (f"Well. {text}",)
 
 
 def test_a_closing_text_that_ends_the_turn_may_be_missing():
@@ -235,7 +238,7 @@ def test_a_closing_text_that_ends_the_turn_may_be_missing():
     call = ToolCall("run", {"code": "42"})
     for whole in (text, f"{text}<|call|>"):
         assert PARSERS[FORMS["gpt-oss"]](whole, RUNNABLE) == [call]
-        assert split_calls(whole, FORMS["gpt-oss"]) == ("<|channel|>commentary", call)
+        assert split_calls(whole, CallFormat(FORMS["gpt-oss"], RUNNABLE)) == ("<|channel|>commentary", call)
 
 
 def test_blanks_between_tags_do_not_matter_and_those_of_a_value_do():
@@ -330,3 +333,101 @@ def test_arguments_come_as_text_where_the_template_wants_them_so():
 def test_the_template_for_tools_decides():
     several = {"default": "no", "tool_use": template_of(CALLS["kimi"])}
     assert parser_for("auto", template_text(SimpleNamespace(chat_template=several))) == FORMS["kimi"]
+
+
+# -- a reply divided into text and calls: the same however it arrives --------------------------------------------------
+
+
+DIVIDED_TOOLS = (ToolSignature("add", "a"), ToolSignature("search", "query"), ToolSignature("now"))
+TEMPLATES = [template_of(calls) for calls in CALLS.values()]
+DERIVED = [parser_for("auto", template) for template in TEMPLATES]
+FORMATS = st.builds(CallFormat, st.sampled_from([*sorted(PARSERS), *DERIVED]), st.just(DIVIDED_TOOLS), st.booleans())
+WORDS = st.sampled_from(
+    ["hello", " ", "\n", "<tool_call>", "</tool_call>", "<add>", "</add>", "<tool", '{"name": "add"}', "{", "<|python_"]
+)
+DRAWN_CALLS = st.builds(
+    written,
+    st.sampled_from([tool.name for tool in DIVIDED_TOOLS]),
+    st.dictionaries(st.sampled_from("ab"), st.integers() | st.text("<a é>", max_size=4), max_size=2),
+    st.sampled_from(sorted(PARSERS)),
+)
+OF_TEMPLATES = st.sampled_from([reply_with(t, ToolCall("add", {"a": 1}), ToolCall("now", {})) for t in TEMPLATES])
+TEXT = st.lists(WORDS | DRAWN_CALLS | OF_TEMPLATES, max_size=8).map("".join)
+
+
+@given(TEXT, FORMATS, st.lists(st.integers(0, 400), max_size=20))
+def test_the_parts_do_not_depend_on_the_pieces(text, form, places):
+    edges = [0, *sorted(p % (len(text) + 1) for p in places), len(text)]
+    parts = split_calls([text[a:b] for a, b in pairwise(edges)], form)
+    assert parts == split_calls([text], form)
+    if form.single:
+        assert sum(isinstance(part, ToolCall) for part in parts) <= 1
+    if not any(isinstance(part, ToolCall) for part in parts):
+        assert "".join(parts) == text, "text without calls comes as it is"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.text("word .", max_size=8),
+            st.sampled_from(DIVIDED_TOOLS),
+            st.dictionaries(st.just("a"), st.integers(), max_size=1),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from(sorted(PARSERS)),
+)
+def test_calls_are_those_that_the_environments_find(said, parser):
+    text = "".join((before if parser != "json" else "") + written(t.name, a, parser) for before, t, a in said)
+    parts = split_calls([text], CallFormat(parser, DIVIDED_TOOLS))
+    assert [p for p in parts if isinstance(p, ToolCall)] == PARSERS[parser](text, DIVIDED_TOOLS)
+    if parser != "json":
+        assert "".join("".join(p for p in parts if isinstance(p, str)).split()) == "".join(
+            "".join(before.split()) for before, _, _ in said
+        )
+
+
+def test_text_before_and_after_calls_stays_in_order_without_blanks_between():
+    call = written("add", {"a": 1}, "hermes")
+    text = f"let me see {call}\n{call} and then"
+    add = ToolCall("add", {"a": 1})
+    assert split_calls([text], CallFormat("hermes", DIVIDED_TOOLS)) == ("let me see", add, add, "and then")
+    assert split_calls([text], CallFormat("hermes", DIVIDED_TOOLS, single=True)) == ("let me see", add)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", 'x <tool_call>{"name": 3}</tool_call>\n'),
+        ("hermes", 'x <tool_call>{"name": "add"'),
+        ("hermes", "a < b"),
+        ("tagged", "<now>please</now> "),
+        ("tagged", "<add>1"),
+        ("json", '{"name": "add", "parameters": {'),
+        ("json", ' {"answer": 1}'),
+        ("json", "<|python"),
+        ("json", "no {"),
+    ],
+)
+def test_what_is_malformed_stays_text(parser, text):
+    assert split_calls([text], CallFormat(parser, DIVIDED_TOOLS)) == (text,)
+
+
+def test_a_call_is_known_as_soon_as_it_is_complete_and_text_as_soon_as_it_can_be():
+    splitter = CallSplitter(CallFormat("hermes", DIVIDED_TOOLS))
+    call = json.dumps({"name": "now", "arguments": {}})
+    pieces = ["Well, ", "<to", "be> ", "<tool_call>", call, "</tool_", "call>", "!"]
+    assert [splitter.feed(piece) for piece in pieces] == [
+        ("Well,",), (), (" <tobe>",), (), (), (), (ToolCall("now", {}),), ("!",),
+    ]  # fmt: skip
+    assert splitter.finish() == ()
+
+
+@pytest.mark.parametrize(("parser", "said"), [("json", ""), ("hermes", ""), ("hermes", "Well")])
+def test_blanks_without_end_take_linear_time(parser, said):
+    blanks, form = " " * 200_000, CallFormat(parser, DIVIDED_TOOLS)
+    began = time.monotonic()
+    parts = split_calls([said, *blanks], form)
+    assert time.monotonic() - began < 4
+    assert parts == (said + blanks,)
