@@ -17,6 +17,7 @@ _COMMANDS = (
     ("python tools/make_arithmetic_dataset.py --schema gsm8k --out data", "", "gsm8k"),
     ("python tools/make_tool_task.py", "tiny-tool-qwen3", "tool"),
     *((f"python tools/make_tool_task.py --task {task}", f"tiny-{task}-qwen3", task) for task in _TOOL_TASKS),
+    ("python tools/make_swe_task.py", "tiny-swe-qwen3", "swe"),
     ("python tools/make_tiny_vision.py", "tiny-vision", "drawn_numbers"),
     ("make real-model", "smollm2-135m-instruct", "chain_sum"),
 )

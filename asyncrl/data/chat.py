@@ -50,7 +50,8 @@ class Chat:
         self._template = ChatTemplate(tokenizer, model, parser)
         self._skips = skip_special_tokens
         specials = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len)
-        self._specials = re.compile("|".join(map(re.escape, reversed(specials))) or "(?!)")
+        self.specials = re.compile("|".join(map(re.escape, reversed(specials))) or "(?!)")
+        """Finds special tokens in a text."""
         self._images = None if model.image_directory is None else ImageTokens(model, self._template.image_text)
 
     def thinking(self, prompt_ids: np.ndarray | None = None, start: str = "") -> Thinking | None:
@@ -123,9 +124,9 @@ class Chat:
         """As `decode_shown`, always with special tokens, which some formats use in tool calls."""
         return self._spelled(token_ids, skip=False)
 
-    def without_specials(self, text: str) -> str:
-        """The text for other programs: without special tokens."""
-        return self._specials.sub("", text)
+    def decode_text(self, token_ids: np.ndarray) -> str:
+        """As `decode`, never with special tokens, for people and other programs."""
+        return self._spelled(token_ids, skip=True)
 
     def _spelled(self, token_ids: np.ndarray, *, skip: bool, marks: bool = True) -> str:
         size = len(token_ids)

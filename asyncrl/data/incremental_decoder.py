@@ -8,8 +8,6 @@ from copy import copy
 Decode = Callable[[list[int]], str]
 
 _REPLACEMENT = "\ufffd"
-_UNSTABLE_CHARACTERS = 3
-"""A character has at most four bytes, so an incomplete one shows as at most three replacement characters."""
 
 _CONTEXT_TOKENS = 6
 _BROKEN_CONTEXT_TOKENS = 16
@@ -48,10 +46,8 @@ class IncrementalDecoder:
         """The text that these tokens make final."""
         self._window.extend(int(i) for i in token_ids)
         text = self._decode(self._window)
-        # Trailing replacement characters may be the start of an incomplete character.
-        stable = len(text)
-        while stable > len(text) - _UNSTABLE_CHARACTERS and text[:stable].endswith(_REPLACEMENT):
-            stable -= 1
+        # Trailing replacement characters may be an incomplete character, with those before it in a decoder by bytes.
+        stable = len(text.rstrip(_REPLACEMENT))
         piece = text[self._emitted : stable]
         self._emitted, self.held = max(self._emitted, stable), len(text) - stable
         if len(self._window) > _WINDOW_TOKENS:
@@ -62,8 +58,10 @@ class IncrementalDecoder:
         """Keeps only the last tokens, provided that they decode to the same `held` text."""
         tail = self._window[-_BROKEN_CONTEXT_TOKENS if held else -_CONTEXT_TOKENS :]
         text = self._decode(tail)
-        if not held or (text.endswith(held) and len(text) > len(held)):
-            self._window, self._emitted = tail, len(text) - len(held)
+        whole = text[: len(text) - len(held)]
+        # A tail that begins inside a character would spoil what follows.
+        if whole and text.endswith(held) and _REPLACEMENT not in whole:
+            self._window, self._emitted = tail, len(whole)
 
     def finish(self) -> str:
         """The text held back, at the end of the tokens."""

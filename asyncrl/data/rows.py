@@ -357,7 +357,8 @@ def _read_nemo_gym(record: Mapping[str, object], origin: str) -> _Read:
     params = _field(record, "responses_create_params", Mapping, origin, schema="nemo_gym")
     asked = params.get("input")
     if not isinstance(asked, str):  # calls and results of earlier turns are the agent's matter
-        asked = [item for item in asked or [] if isinstance(item, Mapping) and "role" in item]
+        items = asked if isinstance(asked, Sequence) else ()
+        asked = [item for item in items if isinstance(item, Mapping) and item.get("role")]
     return _read_prompt_answer({"prompt": asked, "data_source": "nemo_gym"}, origin)
 
 
@@ -427,7 +428,7 @@ def _joined(parts: Sequence[object], key: str, origin: str) -> str:
     """The text of a content that comes in parts."""
     texts = []
     for number, part in enumerate(parts):
-        kind = part.get("type") or "text" if isinstance(part, Mapping) else ""
+        kind = str(part.get("type") or "text") if isinstance(part, Mapping) else ""
         kind = kind.removeprefix("input_").removeprefix("output_")
         text: Any = part
         if isinstance(part, Mapping) and kind == "text":

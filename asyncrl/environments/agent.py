@@ -72,7 +72,7 @@ class AgentEndpoint:
     def __init__(self, recipe: Recipe, chat: Chat, max_turns: TurnLimit) -> None:
         self._config, self._all_branches = recipe.rollout.agent, trains_branches(recipe)
         self._trajectory_timeout_s = recipe.rollout.trajectory_timeout_s
-        self._max_turns = max_turns
+        self._max_turns, self._names_in_bodies = max_turns, recipe.rollout.environment == "nemo_gym"
         self._limits = limits_of(recipe)
         self._parser: CallParser = parser_for(recipe.rollout.tool_use.parser, chat.template)
         self._server: AgentServer | None = None
@@ -84,7 +84,7 @@ class AgentEndpoint:
 
         connections, timeout_s = connections_that_fit(MAX_CONNECTIONS), self._trajectory_timeout_s
         limits = ConnectionLimits(max_connections=connections, response_timeout_s=timeout_s)
-        self._server = AgentServer(self._config, limits)
+        self._server = AgentServer(self._config, limits, names_in_bodies=self._names_in_bodies)
         await self._server.start()
 
     async def close(self) -> None:

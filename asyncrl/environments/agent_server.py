@@ -47,9 +47,11 @@ class AgentServer:
     Args:
         config: the address to listen on, and the address that agents are given.
         limits: of its connections.
+        names_in_bodies: the metadata of a request may have the key of a trajectory. Bodies are then read without one.
     """
 
-    def __init__(self, config: AgentConfig, limits: ConnectionLimits) -> None:
+    def __init__(self, config: AgentConfig, limits: ConnectionLimits, *, names_in_bodies: bool = False) -> None:
+        self._names_in_bodies = names_in_bodies
         self.url = ""
         self._config = config
         self._for_this_machine = True
@@ -104,8 +106,10 @@ class AgentServer:
                 http.require_local_host(request)
             # Keys are random and live as long as their trajectory.
             session = self._sessions.get(request.headers.get(KEY_HEADER) or http.key_of(request))
-            body = await http.read_json(request) if request.method == "POST" else None
-            session = session or self._sessions.get(_named_in(body))
+            body: object = None
+            if request.method == "POST" and (session is not None or self._names_in_bodies):
+                body = await http.read_json(request)
+                session = session or self._sessions.get(_named_in(body))
             if session is None:
                 raise ApiError(401, "the API key belongs to no trajectory that is running", code="invalid_api_key")
             return await handler(dialect, session, request, body)
@@ -152,23 +156,22 @@ class AgentServer:
 def _named_in(body: object) -> str:
     """The key of a trajectory in the metadata of a request; empty if there is none."""
     told = body.get("metadata") if isinstance(body, dict) else None
-    return str(told.get(KEY_HEADER, "")) if isinstance(told, dict) else ""
+    return str(told.get(KEY_HEADER) or "") if isinstance(told, dict) else ""
 
 
 async def _streamed(session: AgentSession, answering: Answering, writer: Reply) -> AsyncGenerator[str, None]:
     """The frames of an answer as it is sampled, with a sign of life in each pause of `PING_S`."""
     reading = asyncio.create_task(session.read(answering))
     speech, num_calls, events = session.speech(answering), 0, writer.begin(len(answering.prompt_ids))
+    heard: asyncio.Future[None] = asyncio.ensure_future(asyncio.sleep(0))  # who asks again may find tokens
     try:
         while True:
             for name, data in events:
                 yield http.frame(data, name)
-            hearing = asyncio.create_task(answering.heard.wait())
-            done, _ = await asyncio.wait({reading, hearing}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
-            hearing.cancel()
+            done, _ = await asyncio.wait({reading, heard}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 yield ping_of(writer)
-            answering.heard.clear()
+            heard = answering.heard  # before the tokens are read: what comes later ends the next wait
             parts = speech.hear(answering.token_ids)
             events = written_parts(writer, sent_parts(parts, answering.number, num_calls))
             num_calls += sum(isinstance(part, ToolCall) for part in parts)

@@ -59,15 +59,15 @@ class _Node:
 @dataclass(slots=True, eq=False)
 class Answering:
     """A request whose answer is under way, or made. `number`: in order of arrival. `prompt_ids`: [P] int32.
-    `token_ids`: of the answer so far, [T] int32; `heard` is set when there are more. `num_readers`: that wait for it.
-    `is_read`: one has it. `end`: gives it up if nobody comes back for it."""
+    `token_ids`: of the answer so far, [T] int32; `heard` is done when there are more, and another takes its place.
+    `num_readers`: that wait for it. `is_read`: one has it. `end`: gives it up if nobody comes back for it."""
 
     number: int
     request: AgentRequest
     prompt_ids: np.ndarray
     work: asyncio.Task[_Node] = field(init=False)
     token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), init=False)
-    heard: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    heard: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future(), init=False)
     num_readers: int = 1
     is_read: bool = False
     end: asyncio.TimerHandle | None = None
@@ -78,7 +78,8 @@ class Answering:
 
     def hear(self, token_ids: np.ndarray) -> None:
         self.token_ids = token_ids
-        self.heard.set()
+        self.heard.set_result(None)
+        self.heard = asyncio.get_running_loop().create_future()
 
 
 class Speech:
@@ -93,9 +94,12 @@ class Speech:
         last = request.messages[-1]
         marks = chat.thinking(prompt_ids, last["content"] if last["role"] == "assistant" else "")
         form = CallFormat(parser, request.signatures, request.one_call) if request.tools else None
-        self._chat = chat
+        written = (marks or Thinking()).opening, *(() if form is None else form.marks)
+        self._hidden = chat.specials if chat.specials.search("".join(written)) else None
+        """Special tokens in the text, where thoughts or calls are written with some; elsewhere there are none."""
+        decode = chat.decode_text if self._hidden is None else chat.decode_turn
         before = [i for i in prompt_ids[-8:].tolist() if i not in chat.ends]
-        self._decoder = IncrementalDecoder(lambda ids: chat.decode_turn(np.array(ids, np.int32)), before)
+        self._decoder = IncrementalDecoder(lambda ids: decode(np.array(ids, np.int32)), before)
         self._stops = StopStrings(StopTable(request.stop))
         self._splitter = ReplySplitter(marks, form)
         self._num_tokens = 0
@@ -117,8 +121,9 @@ class Speech:
         return self._plain(self._splitter.feed(self._stops.feed(text)))
 
     def _plain(self, parts: Iterable[Part]) -> list[Part]:
-        """Special tokens, in which some formats write calls and thoughts, are left out of the text."""
-        plain = (p if isinstance(p, ToolCall) else type(p)(self._chat.without_specials(p)) for p in parts)
+        if self._hidden is None:
+            return list(parts)
+        plain = (p if isinstance(p, ToolCall) else type(p)(self._hidden.sub("", p)) for p in parts)
         return [part for part in plain if part]
 
 

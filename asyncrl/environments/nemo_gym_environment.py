@@ -23,8 +23,6 @@ from asyncrl.errors import ConfigError, GenerationError, explain
 from asyncrl.rewards import RewardResult
 from asyncrl.types import Trajectory
 
-_HEAD_S = 10.0
-
 
 def agents_of(rollout: RolloutConfig) -> dict[str, str]:
     """The addresses of the agents' servers by their names, from the head server. Raises ConfigError: it does not
@@ -35,7 +33,7 @@ def agents_of(rollout: RolloutConfig) -> dict[str, str]:
         raise ConfigError(explain("rollout.environment=nemo_gym", "its model server asks a fixed address", do))
     asked, do = f"rollout.nemo_gym.head={config.head}", "start NeMo Gym (`gym env start`) before the run"
     try:
-        text = httpx.get(f"{config.head}/global_config_dict_yaml", timeout=_HEAD_S).raise_for_status().json()
+        text = httpx.get(f"{config.head}/global_config_dict_yaml", timeout=10).raise_for_status().json()
         servers = dict(yaml.safe_load(text))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise ConfigError(explain(asked, f"{type(error).__name__}: {error}", do)) from error
@@ -59,7 +57,8 @@ class NemoGymEnvironment:
         self._rollout = recipe.rollout
         limit = TurnLimit(self._rollout.nemo_gym.max_turns, "rollout.nemo_gym.max_turns")
         self._endpoint = AgentEndpoint(recipe, chat, limit)
-        self._client = httpx.AsyncClient(timeout=None)  # the trajectory has its own deadline
+        unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # one for each trajectory
+        self._client = httpx.AsyncClient(timeout=None, limits=unlimited)  # which has its own deadline
         self._agents: dict[str, str] = {}
 
     async def start(self) -> None:
@@ -76,9 +75,9 @@ class NemoGymEnvironment:
         row = task.row.values()
         name = (row.get("agent_ref") or {}).get("name") or self._rollout.nemo_gym.agent
         recorded, verdict = await self._endpoint.run(name, session, lambda _url, key: self._verdict(name, row, key))
-        numbers = {k: v for k, v in (verdict or {}).items() if k not in row and isinstance(v, int | float)}
-        reward = float(numbers.pop("reward", 0.0))
-        return recorded.trajectory(RewardResult(reward, tuple((k, float(v)) for k, v in numbers.items())))
+        verdict = {"reward": 0.0} if verdict is None else verdict  # it was ended after a limit
+        parts = {k: v for k, v in verdict.items() if k not in {*row, "reward"} and isinstance(v, int | float)}
+        return recorded.trajectory(RewardResult(float(verdict["reward"]), tuple(parts.items())))
 
     async def _verdict(self, name: str, row: dict[str, Any], key: str) -> dict[str, Any]:
         asked, params = f"NeMo Gym's agent {name!r}", row["responses_create_params"]
@@ -93,4 +92,7 @@ class NemoGymEnvironment:
             raise GenerationError(explain(asked, f"{type(error).__name__}: {error}", "see its log")) from error
         if answer.is_error:
             raise GenerationError(explain(asked, f"status {answer.status_code}: {answer.text[:500]}", "see its log"))
-        return answer.json()
+        verdict = answer.json()
+        if not isinstance(verdict, dict) or not isinstance(verdict.get("reward"), int | float):
+            raise GenerationError(explain(asked, f"a verdict without a reward: {answer.text[:500]}", "see its log"))
+        return verdict

@@ -106,7 +106,9 @@ class _Commands:
                     end(process)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
-                    await asyncio.gather(*(process.wait() for process in self._running))
+                    # not `wait`, which up to Python 3.12 also waits until their output is read
+                    while any(process.returncode is None for process in self._running):  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
                     break
         self._running.clear()
 
@@ -222,8 +224,8 @@ class SandboxPool:
     """Opens a sandbox for each trajectory, with its files, and closes it. Owns them: none is left after `close`."""
 
     def __init__(self, config: AgentConfig) -> None:
-        self.command = absolute(config.command)
-        """The agent's command, as it is run inside."""
+        self.command = [os.path.abspath(part) if os.path.isfile(part) else part for part in config.command]
+        """The agent's command, as it is run inside: in another directory than this."""
         self._config = replace(config.sandbox, readable=_readable(config.sandbox, self.command))
         self._made = resolve(KEY, config.sandbox.backend, BACKENDS)
         self._places = asyncio.Semaphore(config.max_programs)
@@ -332,9 +334,9 @@ def _archive(source: Path | None, without: Sequence[str], solution: bytes) -> by
     with tarfile.open(fileobj=made, mode="w") as new:
         for path in sorted(source.iterdir()) if source else ():
             new.add(path, path.name, filter=lambda member: None if _within(member.name, without) else member)
-        with suppress(tarfile.TarError, EOFError), tarfile.open(fileobj=io.BytesIO(solution)) as old:
+        with suppress(tarfile.TarError, EOFError), tarfile.open(fileobj=io.BytesIO(solution), mode="r:") as old:
             for member in old:
-                if member.isreg() and _within(member.name, without):
+                if member.isreg() and not member.issparse() and _within(member.name, without):
                     clean = tarfile.TarInfo(posixpath.normpath(member.name))
                     clean.size, clean.mode, clean.mtime = member.size, member.mode & 0o777, member.mtime
                     new.addfile(clean, old.extractfile(member))
@@ -344,11 +346,6 @@ def _archive(source: Path | None, without: Sequence[str], solution: bytes) -> by
 def _within(name: str, paths: Iterable[str]) -> bool:
     name = posixpath.normpath(name)
     return any(name == path or name.startswith(f"{path}/") for path in map(posixpath.normpath, paths))
-
-
-def absolute(command: Sequence[str]) -> list[str]:
-    """The command, in which files of this directory have their whole paths: it runs in another."""
-    return [os.path.abspath(part) if os.path.isfile(part) else part for part in command]
 
 
 def _readable(config: SandboxConfig, command: Sequence[str]) -> list[str]:

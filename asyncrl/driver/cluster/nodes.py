@@ -51,7 +51,8 @@ def prepare_nodes(directory: Path, models: Sequence[HubModel], timeout_s: float)
         if shares:
             place.mkdir(exist_ok=True)
             (place / token).write_text(token)
-        asked = [(node, _ask(node, place if shares else None, token, models)) for node in nodes]
+        seen = place if shares else None
+        asked = [(n, _on(n, prepare_node).remote(seen, token, n["NodeID"], models)) for n in nodes]
         # The nodes work concurrently; `deadline` covers all of them.
         for node, ref in asked:
             address = node["NodeManagerAddress"]
@@ -92,10 +93,6 @@ def usable_nodes(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def spans(nodes: Sequence[dict[str, Any]], here: str) -> bool:
     """True when parts of a run may be placed on other nodes than the driver's (`here`), which has the directory."""
     return any(node["NodeID"] != here for node in nodes)
-
-
-def _ask(node: dict[str, Any], place: Path | None, token: str, models: Sequence[HubModel]) -> ray.ObjectRef:
-    return _on(node, prepare_node).remote(place, token, node["NodeID"], list(models))
 
 
 def _on(node: dict[str, Any], function: Callable[..., Any]) -> Any:

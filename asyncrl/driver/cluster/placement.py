@@ -165,12 +165,10 @@ def place_run(recipe: Recipe, node_gpus: Sequence[int]) -> Placement:
         "reaches replicas on the node of a sending rank only",
         do=f"set weights.transport={others} with weights.disk_directory on shared storage",
     )
-    require(
-        not found.shares_gpus or transport != "collective",
-        asked=f"weights.transport={transport}; {words(found.bundles)}",
-        found=f"processes share the {sum(node_gpus)} GPUs, and NCCL refuses two processes on one GPU",
-        do="set weights.transport=ipc (disk with Megatron-core on several nodes), or use fewer processes or more GPUs",
-    )
+    if found.shares_gpus and transport == "collective":
+        why = f"processes share the {sum(node_gpus)} GPUs, and NCCL refuses two processes on one GPU"
+        do = "set weights.transport=ipc (disk with Megatron-core on several nodes), or use fewer processes or more GPUs"
+        raise ConfigError(explain(f"weights.transport={transport}; {words(found.bundles)}", why, do))
     return found
 
 

@@ -92,8 +92,8 @@ class Reload:
         self.filled.ignored = {}
 
     def abandon(self) -> None:
-        """Restores the old tensors of every incomplete layer. The model is then complete, although of mixed versions,
-        and the next reload can start."""
+        """Restores the old tensors of every incomplete layer, but of experts in place. The model is then complete,
+        although of mixed versions, and the next reload can start."""
         for layer in () if self._reloaded is None else self._reloaded.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -130,6 +130,8 @@ class Reload:
         does it.
 
         Raises WeightTransferError: a part of such a layer did not come."""
+        if lost := [path for path, layer in layers.items() if layer in self._in_place]:
+            raise WeightTransferError(explain("load a publish", f"nothing came for {lost[0]}", _OTHER_ENGINE))
         for layer in layers.values():
             materialize_layer(layer, get_layerwise_info(layer))
             for parameter in layer.parameters(recurse=False):
@@ -152,8 +154,6 @@ class Reload:
         info = get_layerwise_info(layer)
         for parameter in layer.parameters(recurse=False):
             parameter.data.nan_to_num_(0.0)  # padding
-        if layer in self._in_place:
-            return
         if isinstance(method := getattr(layer, "quant_method", None), QuantizeMethodBase):
             method.process_weights_after_loading(layer)
         for name, old in _old_parameters(layer).items():

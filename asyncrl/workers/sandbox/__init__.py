@@ -166,7 +166,7 @@ def confined(
     directories. It exits as the command does, once all that the command started has ended; SIGTERM ends it.
 
     Args:
-        port: of 127.0.0.1, the only address that can be reached; 0: none.
+        port: of 127.0.0.1, the only address that can be reached; without namespaces of any address. 0: none.
         readable: files and directories that may be read, in addition to the system's and Python's.
         memory_bytes: private memory of each process.
         level: as `run_python`; "none" confines nothing, and ends what was started all the same.
