@@ -13,6 +13,8 @@ _CONTEXT_TOKENS = 6
 _BROKEN_CONTEXT_TOKENS = 16
 """Tokens kept if the text ends inside a character: its bytes, and enough context to decode them identically."""
 _WINDOW_TOKENS = 64
+_LONGEST_RUN = 1024
+"""Tokens of single bytes, one behind the other, that are decoded together."""
 
 
 class IncrementalDecoder:
@@ -48,6 +50,8 @@ class IncrementalDecoder:
         text = self._decode(self._window)
         # Trailing replacement characters may be an incomplete character, with those before it in a decoder by bytes.
         stable = len(text.rstrip(_REPLACEMENT))
+        if len(text) - stable > _LONGEST_RUN:
+            stable = len(text)  # no character is that long: bytes without a meaning
         piece = text[self._emitted : stable]
         self._emitted, self.held = max(self._emitted, stable), len(text) - stable
         if len(self._window) > _WINDOW_TOKENS:
@@ -60,7 +64,7 @@ class IncrementalDecoder:
         text = self._decode(tail)
         whole = text[: len(text) - len(held)]
         # A tail that begins inside a character would spoil what follows.
-        if whole and text.endswith(held) and _REPLACEMENT not in whole:
+        if whole and text.endswith(held) and (_REPLACEMENT not in whole or len(self._window) > _LONGEST_RUN):
             self._window, self._emitted = tail, len(whole)
 
     def finish(self) -> str:

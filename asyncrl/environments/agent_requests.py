@@ -128,7 +128,7 @@ def reply_of(parts: Sequence[Part], number: int, end: End) -> AgentReply:
     if calls := [part for part in parts if isinstance(part, ToolCall)]:
         functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
         message["tool_calls"] = [
-            {"id": f"call{_call_number(number, i)}", "type": "function", "function": function}
+            {"id": f"call{number % 1000:03d}{i % 100:02d}", "type": "function", "function": function}
             for i, function in enumerate(functions)
         ]
         end = replace(end, reason="tool_calls")
@@ -136,17 +136,13 @@ def reply_of(parts: Sequence[Part], number: int, end: End) -> AgentReply:
 
 
 def sent_parts(parts: Iterable[Part], number: int, num_calls: int = 0) -> list[str | MadeCall]:
-    """Parts of the reply to request `number`, for clients. `num_calls`: in the parts before."""
+    """Parts of the reply to request `number`, for clients. Ids of calls are deterministic, for replays, and short,
+    since some templates want nine characters. `num_calls`: in the parts before."""
     calls = itertools.count(num_calls)
     return [
-        made_call(part, f"call_{_call_number(number, next(calls))}") if isinstance(part, ToolCall) else part
+        made_call(part, f"call_{number % 1000:03d}{next(calls) % 100:02d}") if isinstance(part, ToolCall) else part
         for part in parts
     ]
-
-
-def _call_number(request: int, call: int) -> str:
-    """Deterministic, for replays; short, since some templates want ids of nine characters."""
-    return f"{request % 1000:03d}{call % 100:02d}"
 
 
 class ChatReply(Reply):

@@ -55,7 +55,7 @@ def gym(tmp_path_factory):
     with (directory / "log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=directory, stdout=log, stderr=log, start_new_session=True,
-            env=own | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"},
+            env=own | {"RAY_ADDRESS": "local", "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"},
         )  # fmt: skip
         try:
             wait_until_ready(process, directory / "log")
@@ -89,7 +89,7 @@ async def test_its_agent_uses_its_tool_and_its_verifier_judges(gym, started):
     recipe = recipe_of(*gym, agent=AGENT)
     check_environment(recipe)
     environment = await started(recipe)
-    trajectory, session = await play(environment, CALL, "It is cold.")
+    trajectory, session = await play(environment, CALL, "It is cold.", reward=0.0)  # of an earlier collection
     assert_exact(trajectory, session)
     assert (trajectory.reward, session.rewarded) == (1.0, [])
     assert dict(trajectory.reward_parts) == {"agent_requests": 2, "agent_branches": 1, "agent_trained_share": 1}

@@ -464,6 +464,14 @@ SAID = [
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 
+def test_a_text_that_spells_a_special_token_is_kept():
+    messages = [{"role": "user", "content": "go"}]
+    request, prompt = parse_request({"messages": messages}), CHAT.prompt(messages)
+    ids = np.concatenate([CHAT.encode(letter) for letter in "use <|im_end|> here"])
+    said = Speech(CHAT, "hermes", request, prompt)
+    assert joined_parts([*said.hear(ids), *said.finish()]) == ("use <|im_end|> here",)
+
+
 @given(st.lists(st.sampled_from(SAID), max_size=8), st.lists(st.integers(1, 7)), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_a_streamed_reply_is_the_same_however_its_tokens_come(said, sizes, with_tools, ends):

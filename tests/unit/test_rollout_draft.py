@@ -1,3 +1,4 @@
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -110,6 +111,20 @@ def test_pieces_join_to_what_the_whole_decodes_to_and_never_break_a_character(da
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+@given(st.text("a😀ไé", max_size=60), PLACES)
+def test_a_run_of_bytes_is_text_once_its_last_character_is_whole(text, places):
+    """As SentencePiece's decoders do it: each byte of a run with an incomplete character shows as one."""
+
+    def by_runs(ids):
+        runs = re.findall(rb"[\x80-\xff]+|[^\x80-\xff]+", bytes(ids))
+        try_run = lambda run: "\ufffd" * len(run) if "\ufffd" in decode(run) else decode(run)  # noqa: E731
+        return "".join(map(try_run, runs))
+
+    decoder = IncrementalDecoder(by_runs)
+    pieces = [decoder.feed(ids) for ids in cut(list(text.encode()), places)]
+    assert "".join([*pieces, decoder.finish()]) == text
+
+
 def test_text_is_not_held_longer_than_a_character_may_take():
     decoder = IncrementalDecoder(decode)
     assert decoder.feed("ab€".encode()[:-1]) == "ab"
@@ -120,9 +135,9 @@ def test_text_is_not_held_longer_than_a_character_may_take():
 def test_only_a_window_is_decoded(byte):
     sizes = []
     decoder = IncrementalDecoder(lambda ids: sizes.append(len(ids)) or decode(ids))
-    pieces = [decoder.feed(byte) for _ in range(1000)]
-    assert "".join([*pieces, decoder.finish()]) == decode(byte) * 1000
-    assert max(sizes) < 100
+    pieces = [decoder.feed(byte) for _ in range(3000)]
+    assert "".join([*pieces, decoder.finish()]) == decode(byte) * 3000
+    assert max(sizes) < (100 if byte == b"x" else 1100)
 
 
 def test_a_tokenizer_that_drops_a_leading_space_sees_the_prompt():

@@ -48,11 +48,10 @@ class BlockingCalls:
             call, future = item
             if not future.set_running_or_notify_cancel():
                 continue
-            result, error = None, None
             try:
-                result = call()
+                result, error = call(), None
             except BaseException as raised:  # noqa: BLE001 - task boundary: whoever waits for the call gets it
-                error = _of_a_call(raised)
+                result, error = None, _of_a_call(raised)
             # Before the waiter goes on, and perhaps ends the process: freeing a process group then aborts it.
             del item, call
             future.set_exception(error) if error else future.set_result(result)
