@@ -249,16 +249,18 @@ class SandboxPool:
             kept(self._work, self._closed(opening), "end of a sandbox")
 
     async def check(self, sandbox: Sandbox, row: PromptRow) -> Ended | None:
-        """How the check ended in a sandbox that is as it was at first, but for the solution; None: it took too long.
-        Raises ProcessDied: the sandbox could not be reset."""
-        config, found = self._config, b""
+        """How the check ended in a sandbox that is as it was at first, but for the solution; None: it took too long, as
+        did reading the solution, or that is too large. Raises ProcessDied: the sandbox could not be reset."""
+        config = self._config
         with suppress(TimeoutError):
             async with asyncio.timeout(config.check_timeout_s):
                 found = (await sandbox.run(["tar", "-cf", "-", "--", *config.solution])).stdout
-        async with _in_time(config.start_timeout_s):
-            await sandbox.reset()
-            await self._put(sandbox, row, found)
-        with suppress(TimeoutError):
+            if len(found) >= MAX_FILES_BYTES:
+                logger.warning("a solution has over %d bytes: it fails its check", MAX_FILES_BYTES)
+                return None
+            async with _in_time(config.start_timeout_s):
+                await sandbox.reset()
+                await self._put(sandbox, row, found)
             async with asyncio.timeout(config.check_timeout_s):
                 return await sandbox.run(config.check)
         return None

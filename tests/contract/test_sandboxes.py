@@ -224,8 +224,12 @@ async def test_a_row_names_its_files_below_those_of_the_recipe(repository):
     assert pool.counts == {"live": 0, "opened": 1, "closed": 1, "failed": 0}
 
 
-async def test_a_check_that_hangs_has_failed(config, repository):
-    pool = pool_of(config, repository, check=["sleep", "600"], check_timeout_s=3)
+@pytest.mark.parametrize(("check", "most"), [("sleep 600", 1 << 26), ("true", 5000)], ids=["late", "large solution"])
+async def test_a_check_that_hangs_or_a_solution_that_is_too_large_has_failed(
+    config, repository, monkeypatch, check, most
+):
+    monkeypatch.setattr("asyncrl.environments.sandboxes.MAX_FILES_BYTES", most)
+    pool = pool_of(config, repository, check=check.split(), check_timeout_s=3)
     async with pool.lease(row()) as sandbox:
         assert await pool.check(sandbox, row()) is None
     await pool.close()
