@@ -109,9 +109,8 @@ def run(spec: RunSpec, console: Console, forks: ForkServer | None = None) -> Run
 def with_measured_share(recipe: Recipe) -> Recipe:
     """The recipe whose colocated engine takes what a rank leaves of GPUs that only a cluster knows, as the dry run did
     where it knew them."""
-    if not recipe.is_colocated or gpu_bytes(recipe) is not None:
-        return recipe
-    if (memory := smallest_gpu(recipe.ray.start_timeout_s)) is None:
+    is_known = not recipe.is_colocated or gpu_bytes(recipe) is not None
+    if is_known or (memory := smallest_gpu(recipe.ray.start_timeout_s)) is None:
         return recipe
     recipe = replace(recipe, ray=replace(recipe.ray, gpu_memory_gib=memory / GIB))
     facts = check_model(recipe.model.path)

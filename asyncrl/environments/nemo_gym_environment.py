@@ -84,10 +84,9 @@ class NemoGymEnvironment:
         if name not in self._agents:
             raise GenerationError(explain(asked, f"the agents are {sorted(self._agents)}", "name one in agent_ref"))
         params = params | {"metadata": (params.get("metadata") or {}) | {KEY_HEADER: key}}
+        body = row | {"responses_create_params": params}
         try:
-            answer = await self._client.post(
-                f"{self._agents[name]}/run", json=row | {"responses_create_params": params}
-            )
+            answer = await self._client.post(f"{self._agents[name]}/run", json=body)
         except httpx.HTTPError as error:
             raise GenerationError(explain(asked, f"{type(error).__name__}: {error}", "see its log")) from error
         if answer.is_error:

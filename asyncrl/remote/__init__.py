@@ -1,5 +1,5 @@
 """Waits on other processes: deadlines, names, restart budgets, the policy for failures (`failure_policy.py`), and
-direct connections for frequent calls (`line.py`).
+direct connections for frequent calls (`connection.py`).
 
 Runs in: everywhere.
 """

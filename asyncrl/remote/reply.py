@@ -27,7 +27,7 @@ async def reply(ref: Awaitable[Any], *, timeout_s: float, call: str, process: Pr
     """Returns the value of `ref` within `timeout_s` seconds.
 
     Args:
-        ref: an ObjectRef or a `LineAnswer`; both can be awaited again after a cancelled wait.
+        ref: an ObjectRef or a `PendingAnswer`; both can be awaited again after a cancelled wait.
         call, process: named in errors.
 
     Raises:
